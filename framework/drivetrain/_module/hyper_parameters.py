@@ -55,7 +55,8 @@ class HyperParametersMixin:
             logger: whether to pass the hyper-parameters to the run's loggers.
 
         Raises:
-            ConfigurationError: a value cannot be represented in JSON. The message names the argument.
+            ConfigurationError: a name is unknown, or a value cannot be represented in JSON. The message names the
+                argument.
         """
         if len(names) == 1 and _is_mapping_or_namespace(names[0]):
             values: Any = names[0]
@@ -64,7 +65,7 @@ class HyperParametersMixin:
             self.__dict__["_hyper_parameters_argument"] = argument
             self.hparams.update(_validated(self, dict(mapping), ignore))
         else:
-            self.hparams.update(collect_init_arguments(self, names, ignore))
+            self.hparams.update(_validated(self, _selected(_init_arguments(self), names), ignore))
         self.__dict__["_initial_hyper_parameters"] = deepcopy(self.hparams)
         self.__dict__["_logs_hyper_parameters"] = logger
 
@@ -84,15 +85,7 @@ def logged_hyper_parameters(owner: HyperParametersMixin) -> Mapping[str, Any]:
     return owner.hparams if owner.__dict__.get("_logs_hyper_parameters", True) else {}
 
 
-def collect_init_arguments(owner: object, names: Sequence[Any], ignore: str | Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of ``owner``'s ``__init__`` methods that are on the call stack, those of subclasses first.
-
-    If a base class has an argument of the same name, the value from the subclass is returned.
-
-    Raises:
-        ConfigurationError: no ``__init__`` is on the call stack, a name is unknown, or JSON cannot represent a value.
-    """
-    arguments = _init_arguments(owner)
+def _selected(arguments: Mapping[str, Any], names: Sequence[Any]) -> Mapping[str, Any]:
     unknown = [name for name in names if name not in arguments]
     if unknown:
         raise ConfigurationError(
@@ -100,10 +93,14 @@ def collect_init_arguments(owner: object, names: Sequence[Any], ignore: str | It
             f"the arguments of the __init__ that calls it are {', '.join(arguments) or 'none'}.",
             "pass names of arguments, or one mapping, such as dataclasses.asdict(config).",
         )
-    return _validated(owner, {name: value for name, value in arguments.items() if not names or name in names}, ignore)
+    return {name: arguments[name] for name in names} if names else arguments
 
 
 def _init_arguments(owner: object) -> dict[str, Any]:
+    """Return the arguments of ``owner``'s ``__init__`` methods that are on the call stack, those of subclasses first.
+
+    If a base class has an argument of the same name, the value from the subclass is returned.
+    """
     arguments: dict[str, Any] = {}
     frame = inspect.currentframe()
     while frame is not None:
