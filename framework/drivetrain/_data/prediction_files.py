@@ -193,7 +193,7 @@ def describe_errors_as_predictions(path: str) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise type(error)(
-            f"The predictions {path!r} cannot be read: {error.what}",
+            f"The predictions {path!r} cannot be read: {error.what.replace('The checkpoint ', 'The folder ')}",
             error.why,
             "check the path; damaged predictions can be written again, to another path.",
         ) from error
