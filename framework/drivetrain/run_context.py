@@ -744,9 +744,11 @@ class RunContext(FitArguments):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.foreign_names import trainer_attribute_error  # only an error needs it
+            from drivetrain._config.foreign_names import TRAINER_ATTRIBUTES  # only an error needs it
 
-            raise AttributeError(trainer_attribute_error(type(self).__name__, name))
+            replacement = TRAINER_ATTRIBUTES.get(name.lstrip("_"))
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message if replacement is None else f"{message}: {replacement}.")
 
 
 @cache

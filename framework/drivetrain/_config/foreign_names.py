@@ -64,19 +64,37 @@ _LOOPS = (
     "read trainer.current_epoch, .global_step, .batch_idx, .is_last_batch and .should_stop; to control the steps, set "
     "self.automatic_optimization = False in the module"
 )
-_TRAINER_REPLACEMENTS = {
+TRAINER_ATTRIBUTES = {
     **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
+    "logger_connector": "read trainer.callback_metrics, .logged_metrics and .progress_bar_metrics",
+    "checkpoint_connector": "use trainer.save_checkpoint(path), and fit(ckpt_path=...)",
+    "data_connector": "read trainer.train_dataloader and .val_dataloaders, or return loaders from a DataModule",
+    "callback_connector": "read or append to trainer.callbacks",
+    "signal_connector": "read trainer.received_sigterm; Fit(preemption_signals=...) sets which signals end a run",
+    "accelerator_connector": "read trainer.strategy, .precision, .num_devices and .device_ids",
     "precision_plugin": "read trainer.precision",
     "tuner": "use drivetrain.tuner",
 }
+"""Maps attributes of Lightning's ``trainer`` that `Fit` lacks, without leading underscores, to what replaces them."""
+
+STRATEGY_ATTRIBUTES = {
+    "model": "read trainer.model, or strategy.module, which strategies do not wrap",
+    "lightning_module": "read trainer.lightning_module",
+    "precision_plugin": "read strategy.precision",
+    "accelerator": "read strategy.device",
+    "cluster_environment": "pass Fit(environment=...), and read strategy.placement",
+    "checkpoint_io": "checkpoints can be written to any fsspec URL: use trainer.save_checkpoint(url)",
+    "lr_scheduler_configs": "read trainer.lr_scheduler_configs",
+    "global_rank": "read strategy.rank",
+    "is_global_zero": "read trainer.is_global_zero",
+    "parallel_devices": "read trainer.device_ids",
+    "num_processes": "read trainer.num_devices",
+    "num_nodes": "read trainer.num_nodes",
+    "distributed_sampler_kwargs": "read trainer.distributed_sampler_kwargs",
+}
+"""Maps attributes of Lightning's ``trainer.strategy`` that a `Strategy` lacks to what replaces them."""
 
 
 def find_replacement(name: str) -> str | None:
     """Return the replacement for an argument that `Fit` lacks as the text of a fix, or None if none is known."""
     return next((replacement for replacement, names in _ARGUMENTS.items() if name.lower() in names), None)
-
-
-def trainer_attribute_error(kind: str, name: str) -> str:
-    """Return the message of the AttributeError for ``trainer.<name>``."""
-    message = f"{kind!r} object has no attribute {name!r}"
-    return f"{message}: {_TRAINER_REPLACEMENTS[name]}." if name in _TRAINER_REPLACEMENTS else message

@@ -583,7 +583,7 @@ def test_names_have_lightnings_meaning(tmp_path: Path) -> None:  # L-10
 
 
 def test_an_unsupported_name_states_the_replacement() -> None:  # L-10
-    trainer = Fit(accelerator="cpu")
+    trainer: Any = Fit(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"has no attribute 'fit_loop': read trainer\.current_epoch, "):
         _ = trainer.fit_loop
     assert not hasattr(trainer, "fit_loop")
