@@ -202,7 +202,7 @@ def test_a_damaged_or_absent_file_is_named(name: str, change: Callable[[bytes], 
     with pytest.raises(CheckpointError, match=path.name) as caught:
         list(read_predictions(tmp_path / "out"))
     assert "checkpoint" not in str(caught.value)
-    assert "are damaged" in caught.value.what
+    assert "is damaged" in caught.value.what
     path.unlink()
     with pytest.raises(CheckpointError, match=path.name):
         list(read_predictions(tmp_path / "out"))
