@@ -213,7 +213,10 @@ class Strategy(ABC):
         Returns:
             What to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
         """
-        return ["activation checkpointing (torch.utils.checkpoint around each block)"]
+        return [
+            "strategy='fsdp' on several devices: each rank holds a shard of the module",
+            "activation checkpointing (torch.utils.checkpoint around each block)",
+        ]
 
     def teardown(self) -> None:
         """Release what this strategy acquired.
