@@ -84,7 +84,7 @@ def test_bad_arguments_are_refused(name: str, options: dict[str, Any], message: 
         ("LearningRateMonitor", [("step",), ("epoch",)]),
         ("ModelSummary", [(1,), (2,)]),
         ("NonFiniteGuard", [(), (2,)]),
-        ("ReplicaCheck", [(), (100, False)]),
+        ("ReplicaCheck", [(), (50,)]),
         ("Timer", [(), ("00:01:00:00",), (None, "epoch")]),
     ],
 )
