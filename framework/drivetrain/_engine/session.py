@@ -167,8 +167,7 @@ class Session:
         if run.datamodule is not None:
             attach(run.datamodule, trainer)
         if not run.request.trial:
-            run.callbacks.configure()
-            run.module_callbacks = run.callbacks.from_module
+            run.module_callbacks = run.callbacks.configure()
         run.callbacks.collect()
         self._choose_start()
         if self._log is not None:
@@ -251,8 +250,8 @@ class Session:
         checkpoints.carry_out_requests()
         checkpoints.finish()
         if strategy.rank == 0 and not run.request.trial:
-            reasons = [already_ended, "nothing was left to train"] if already_ended is not None else loop.why_it_ended()
-            ending.set_reasons(reasons)
+            finished = [already_ended, "nothing was left to train"]
+            ending.set_reasons(loop.why_it_ended() if already_ended is None else finished)
 
     def _prepare_loggers(self) -> None:
         """Rewind the loggers to the step that the run resumes from, and log the hyper-parameters."""

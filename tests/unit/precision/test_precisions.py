@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import DoublePrecision, FullPrecision, HalfPrecision, MixedPrecision, resolve_precision
 from drivetrain.precision.resolve import PrecisionName, canonical_name
-from drivetrain.strategies.registry import StrategyName, known_strategies
+from drivetrain.strategies.registry import StrategyName
 
 CPU = torch.device("cpu")
 
@@ -83,7 +84,8 @@ def test_literal_types_list_all_names() -> None:  # I-10
     for name in get_args(PrecisionName):
         assert canonical_name(name)
     assert {str(name) for name in get_args(PrecisionName)} >= {"64-true", "32-true", "bf16-mixed", "16-mixed"}
-    ours = {name for name, point in known_strategies().items() if point.value.startswith("drivetrain_strategies.")}
+    points = entry_points(group="drivetrain.strategies")
+    ours = {point.name for point in points if point.value.startswith("drivetrain_strategies.")}
     assert set(get_args(StrategyName)) == {"auto", *ours}
 
 
