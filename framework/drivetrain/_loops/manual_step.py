@@ -82,7 +82,7 @@ class ManualStep(TrainStep):
             self._raise_open_toggle("ended")
         if trainables.checks_each_window:
             if trainables.has_changed():
-                trainables.raise_if_changed(mention_toggling=True)
+                trainables.raise_if_changed()
             trainables.window_open = False
         return {} if output is None else output
 

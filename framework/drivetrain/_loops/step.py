@@ -287,7 +287,7 @@ class AutomaticStep(TrainStep):
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
         """Run ``training_step``, and refuse a backward or a step by hand. Later micro-batches are not checked."""
         self._training_step = self._later_training_step
-        parameters = list(self.module.parameters())
+        parameters = self._optimized_parameters()
         before = _gradients(parameters)
         with ExitStack() as hooks:
             for optimizer in self.optimizers:
@@ -304,6 +304,18 @@ class AutomaticStep(TrainStep):
                 f"{_FIX_BY_HAND} For a gradient of a gradient, use strategy='ddp'.",
             )
         return output
+
+    def _optimized_parameters(self) -> list[Parameter]:
+        """Return the module's parameters, without those that only an optimizer of the user's own may hold.
+
+        An optimizer whose parameters are not the module's, as ZeRO's are, may step any parameter of the module.
+        """
+        parameters = list(self.module.parameters())
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        if not held <= set(map(id, parameters)):
+            return parameters
+        return [parameter for parameter in parameters if id(parameter) in held]
 
 
 _FIX_BY_HAND = (

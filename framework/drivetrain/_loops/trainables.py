@@ -144,13 +144,12 @@ class Trainables:
         self._groups = self._current_groups()
         self.warn_of_unoptimized(self._optimizers)
 
-    def raise_if_changed(self, unfrozen_only: bool = False, mention_toggling: bool = False) -> None:
+    def raise_if_changed(self, unfrozen_only: bool = False) -> None:
         """Raise an error if parameters have changed since the window opened.
 
         Args:
             unfrozen_only: whether to ignore newly frozen parameters, since ``toggle_optimizer`` freezes the parameters
                 of other optimizers.
-            mention_toggling: whether the error mentions that an optimizer may still be toggled.
 
         Raises:
             ConfigurationError: parameters have changed. The error names them.
@@ -169,7 +168,7 @@ class Trainables:
             if parameter.requires_grad != requires_grad and (parameter.requires_grad or not unfrozen_only)
         ]
         if changed:
-            raise changed_within_window_error(changed, strategy_name, mention_toggling)
+            raise changed_within_window_error(changed, strategy_name)
 
     def warn_of_unoptimized(self, optimizers: Sequence[Optimizer]) -> None:
         """Warn, once per parameter, about trainable parameters that are in no optimizer."""

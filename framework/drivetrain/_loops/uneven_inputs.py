@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain._metrics import MetricStore
 
@@ -67,13 +67,6 @@ class BufferSnapshot:
         for buffer, before in self._buffer_values:
             buffer.copy_(before)
         for layer, buffers in self._buffers_by_layer:
-            _restore(layer, buffers)
-
-
-def _restore(layer: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    for name in [*layer._buffers]:
-        if name not in buffers:
-            delattr(layer, name)
-    for name, buffer in buffers.items():
-        if name not in layer._buffers or layer._buffers[name] is not buffer:
-            layer._buffers[name] = buffer
+            for name in layer._buffers.keys() - buffers.keys():
+                delattr(layer, name)
+            layer._buffers.update(buffers)
