@@ -28,7 +28,7 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
 RATES: list[tuple[str, Any]] = [("swa_lrs", 0.0), ("swa_lrs", []), ("swa_lrs", [0.1, -1.0])]
 AVERAGINGS = [*RATES, *(("swa_epoch_start", start) for start in (0, 1.5)), ("annealing_strategy", "cosine")]
 AVERAGINGS += [("annealing_epochs", epochs) for epochs in (-1, 2.0)]
-UNFREEZING = [*(("unfreeze_backbone_at_epoch", epoch) for epoch in (-1, 1.0))]
+UNFREEZING = [("unfreeze_backbone_at_epoch", epoch) for epoch in (-1, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ WRONG: dict[str, list[Any]] = {
     "compile": ["yes"],
     "detect_anomaly": [1],
     "use_distributed_sampler": [None],
-    "preemption_signals": [3, True, 2.5, "SIGTREM", ["SIGKILL"], [9], "TERM"],
+    "preemption_signals": [3, True, 2.5, "SIGTREM", "TERM"],
     "default_root_dir": [3, ["x"], b"x", object],
     "accelerator": [3, torch.zeros(2)],
     "seed": [True],
@@ -62,6 +62,7 @@ WRONG: dict[str, list[Any]] = {
     ("options", "parts"),
     [
         *(({name: value}, [f"{name}={value!r}"]) for name, values in WRONG.items() for value in values),
+        *(({"preemption_signals": [value]}, [f"preemption_signals={value!r}"]) for value in ("SIGKILL", 9)),
         ({"precision": "bf16-mixd"}, ["'bf16-mixd'", "Did you mean 'bf16-mixed'?"]),
         ({"precision": 8}, ["8"]),
         ({"accelerator": "cpuu"}, ["'cpuu'", "Did you mean 'cpu'?"]),
