@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.write_checks import first_refusal
@@ -214,8 +213,11 @@ def _decide(search: StartSearch) -> Generator[None, None, StartDecision]:
     while True:
         decision = decide(found, request)
         found_path = decision.path if request.ckpt_path in CKPT_PATH_KEYWORDS else None
-        if found_path is not None and search.drop_if_unreadable(found_path, check_saved_state):
-            continue
+        if found_path is not None:
+            from drivetrain._engine.checkpoints.resumed_run import check_saved_state  # only runs that resume need it
+
+            if search.drop_if_unreadable(found_path, check_saved_state):
+                continue
         run = decision.unsure_of
         if run is None:
             return _with_best(decision, search) if found_path and request.ckpt_path == "best" else decision
@@ -352,7 +354,7 @@ def _best_checkpoint(newest: CheckpointReader, folders: Sequence[str]) -> tuple[
         folders: other folders in which the best checkpoint may be.
     """
     problem = "none of its Checkpoint callbacks has saved by a monitored value"
-    with reporting_malformed(newest, "the run's state", "callbacks"):
+    with newest.reading("callbacks"):
         for saved in newest.state()["callbacks"].values():
             best = _scored_best(saved)
             if best is None:

@@ -126,8 +126,8 @@ def _uncast(loaded: Any, saved: Any, weight_dtype: torch.dtype | None) -> Any:
 
 def regroup_parameters(
     optimizer: Optimizer, groups: Sequence[Sequence[str]], named: Mapping[str, nn.Parameter]
-) -> list[str]:
-    """Give ``optimizer`` the saved parameter groups; return the names of parameters that the optimizer no longer holds.
+) -> None:
+    """Give ``optimizer`` the saved parameter groups, with no other parameters than they had.
 
     Nothing changes if the optimizer already has the saved groups. Nothing changes either if a saved name is not in the
     module, because loading the state then raises an error. A new group has the optimizer's defaults until state is
@@ -144,13 +144,13 @@ def regroup_parameters(
     ]
     saved_names = {name for group in groups for name in group}
     if not saved_names <= set(named) or any(name not in named for group in current_groups for name in group):
-        return []
+        return
     unsaved_groups = [[name for name in group if name not in saved_names] for group in current_groups]
     frozen = [[name for name in group if not named[name].requires_grad] for group in unsaved_groups]
     frozen += [[]] * (len(groups) - len(frozen))
     new_groups = [[*group, *frozen_names] for group, frozen_names in zip(groups, frozen, strict=False)]
     if [set(group) for group in current_groups] == [set(group) for group in new_groups]:
-        return []
+        return
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     settings += [dict(optimizer.defaults)] * (len(groups) - len(settings))
     optimizer.param_groups[:] = [
@@ -158,10 +158,8 @@ def regroup_parameters(
         for setting, group in zip(settings, new_groups, strict=False)
     ]
     kept_names = {name for group in new_groups for name in group}
-    dropped_names = [name for group in current_groups for name in group if name not in kept_names]
-    for name in dropped_names:
+    for name in (name for group in current_groups for name in group if name not in kept_names):
         optimizer.state.pop(named[name], None)
-    return dropped_names
 
 
 def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:

@@ -367,7 +367,6 @@ class CheckpointManager:
 
     def newest_up_to(self, step: int) -> tuple[str, int] | None:
         """Return the path and step of this run's newest checkpoint at or before ``step``, or None. Collective."""
-        from drivetrain._engine.checkpoints.saved_state_schema import check_progress
         from drivetrain._format import load
 
         self.finish()
@@ -377,8 +376,7 @@ class CheckpointManager:
             for path in {path for keeper in keepers for path in keeper.kept_checkpoints}:
                 with suppress(CheckpointError):  # another process removed the checkpoint
                     checkpoint = load(path)
-                    check_progress(checkpoint)
-                    saved_step = int(checkpoint.progress["global_step"])
+                    saved_step = checkpoint.progress["global_step"]
                     is_newer = saved_step <= step and (found is None or saved_step > found[1])
                     if is_newer and not checkpoint.weights_only:
                         found = path, saved_step
@@ -394,7 +392,7 @@ class CheckpointManager:
             CheckpointError: the checkpoint cannot be opened. Damaged contents raise the error later, in the loop.
             ConfigurationError: the checkpoint has other optimizers or schedulers, which ``allow`` has permitted.
         """
-        from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew, differences_from
+        from drivetrain._engine.checkpoints.components import StartsAnew, differences_from
         from drivetrain._format import load, run_collectively
 
         core, allow = self._core, self._core.request.allow
