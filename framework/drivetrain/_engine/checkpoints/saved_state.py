@@ -290,7 +290,7 @@ class SavedState:
                 if tensors:
                     found[key] = tensors
                     if evaluated is not None:
-                        check_averages(type(callback).__name__, evaluated, tensors, weights)
+                        check_averages(type(callback).__name__, tensors, weights)
                         if averages is None or evaluated > averages.evaluated:
                             averages = AveragesRecord(key, evaluated)
         return found, averages
