@@ -28,28 +28,22 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
             not a parameter of the module.
     """
     names = parameter_names(module)
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        unknown = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
-        if unknown:
-            raise CheckpointError(
-                f"Parameter group {number} of {type(optimizer).__name__} holds {len(unknown)} parameter(s) that are "
-                f"not in the module, of shapes {unknown[:5]}.",
-                "optimizer state is saved by parameter name.",
-                "register the parameters on the module, or leave them out of the optimizer.",
-            )
-        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
-    unknown_keys: list[Any] = [key for key in optimizer.state if id(key) not in names]
-    if unknown_keys:
-        key_descriptions = [
-            f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in unknown_keys
-        ]
+    held = [*(parameter for group in optimizer.param_groups for parameter in group["params"]), *optimizer.state]
+    unknown = [
+        f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)
+        for one in held
+        if id(one) not in names
+    ]
+    if unknown:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has state for {', '.join(key_descriptions[:5])}, which is not a parameter of "
-            "the module.",
+            f"{type(optimizer).__name__} holds {', '.join(unknown[:5])}, which is not a parameter of the module.",
             "optimizer state is saved by parameter name.",
-            "store it in the optimizer's param_groups (numbers, strings, lists) or in the state of a parameter.",
+            "register the parameters on the module, or leave them out of the optimizer; store other state in the "
+            "optimizer's param_groups (numbers, strings, lists) or in the state of a parameter.",
         )
+    groups = [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
     state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
 
