@@ -102,23 +102,13 @@ def check_storable(values: Mapping[str, Any], part: str = "") -> list[Spec]:
         CheckpointError: a tensor has an unsupported name, class, dtype, layout or device.
     """
     for key, value in values.items():
-        name = f"{part}: {key}" if part else key
         tensor = value.local if isinstance(value, ParameterShard) else value
         if key == METADATA:
-            raise CheckpointError(
-                f"A checkpoint cannot hold a tensor named {METADATA!r}.",
-                "the header of a safetensors file reserves that key.",
-                "give the parameter or buffer another name.",
-            )
+            problem = f"named {METADATA!r}, which the header of a safetensors file reserves"
         # A tensor of a subclass that wraps others has no memory of its own that could be read.
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise CheckpointError(
-                f"A checkpoint cannot hold {name!r}, a tensor of class {type(tensor).__name__}.",
-                "the class wraps other tensors, and a checkpoint would have to store these.",
-                "save the wrapped tensors. For the state of an optimizer, define __tensor_flatten__ and "
-                "__tensor_unflatten__ in the class, as torch.compile requires.",
-            )
-        if tensor.dtype not in NAMES:
+        elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            problem = f"of class {type(tensor).__name__}, which wraps other tensors"
+        elif tensor.dtype not in NAMES:
             problem = f"of dtype {tensor.dtype}"
         elif tensor.layout != torch.strided:
             problem = f"of layout {tensor.layout}"
@@ -127,9 +117,10 @@ def check_storable(values: Mapping[str, Any], part: str = "") -> list[Spec]:
         else:
             continue
         raise CheckpointError(
-            f"A checkpoint cannot hold {name!r}, a tensor {problem}.",
+            f"A checkpoint cannot hold {f'{part}: {key}' if part else key!r}, a tensor {problem}.",
             f"tensors are stored as safetensors, which supports dense tensors of these types: {', '.join(DTYPES)}.",
-            "convert it, for example a complex tensor to pairs of real numbers, or leave it out.",
+            "convert it, for example a complex tensor to pairs of real numbers, or leave it out. For the state of an "
+            "optimizer, define __tensor_flatten__ and __tensor_unflatten__ in the class, as torch.compile requires.",
         )
     return specs_of(values)
 

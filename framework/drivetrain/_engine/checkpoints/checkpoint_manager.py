@@ -246,17 +246,13 @@ class CheckpointManager:
         """
         core, optimizers = self._core, self._core.optimization.optimizers
         held = {id(parameter) for parameter in core.module.parameters()}
-        why = None
-        if not core.callbacks.collected:  # the run took place in other processes
-            why = "the optimizers' states were lost when the run's processes exited."
-        elif core.strategy.world_size > 1:
-            why = "a resumed run needs the state of every rank, and the ranks no longer communicate."
-        elif any(id(each) not in held for one in optimizers for group in one.param_groups for each in group["params"]):
-            why = "the optimizers' states belong to the parameters that the strategy has sharded."
-        if why is not None and isinstance(request, SaveRequest) and not request.weights_only:
+        ran_elsewhere = not core.callbacks.collected or core.strategy.world_size > 1
+        trained = (each for one in optimizers for group in one.param_groups for each in group["params"])
+        lacks_state = ran_elsewhere or any(id(each) not in held for each in trained)
+        if lacks_state and isinstance(request, SaveRequest) and not request.weights_only:
             raise ConfigurationError(
                 f"save_checkpoint after a run under {type(core.strategy).__name__}.",
-                f"{why} This process has the trained weights.",
+                "a resumed run needs the state of every rank, and this process has the trained weights alone.",
                 "call save_checkpoint within the run, for example in on_train_end, or with weights_only=True.",
             )
         if self.run_failed and self._is_within_step():
