@@ -78,12 +78,11 @@ class CheckpointReader:
         """
         record = self.manifest.metadata.averages
         if record is None:
-            others = sorted(self.manifest.callbacks)
             raise CheckpointError(
                 f"{self.path!r} holds no averages of its weights.",
                 "the run averaged no weights, or averaging had not begun, or the checkpoint was saved after fit, with "
                 "what the module held then.",
-                f"use its weights, or its callback_tensors({others[0]!r})." if others else "use its weights.",
+                "use its weights, or its callback_tensors.",
             )
         return self.weights().with_values(self.callback_tensors(record.callback).sources())
 

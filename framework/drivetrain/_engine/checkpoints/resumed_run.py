@@ -106,13 +106,7 @@ class ResumedRun:
         new = [difference for difference in accepted if difference not in self._accepted]
         if new and is_rank_0:
             text = "; ".join(f"{difference.saved}, now {difference.now}" for difference in new)
-            indices = sorted({each.optimizer for each in new if each.optimizer is not None})
-            names = [f"{current['optimizers'][index].rpartition('.')[2]}" for index in indices]
-            logger.warning(
-                "These differences from the resumed run are allowed: %s.%s",
-                text,
-                "".join(f" {name} starts anew, and so do its schedulers." for name in names),
-            )
+            logger.warning("These differences from the resumed run are allowed: %s.", text)
         self._accepted = accepted
         kept = [difference for difference in found if difference.kind not in allow]
         if kept and is_rank_0:  # numbers of the checkpoint, which are used instead of this run's
