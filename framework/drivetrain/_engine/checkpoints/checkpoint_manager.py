@@ -128,7 +128,7 @@ class CheckpointManager:
     # Writing
 
     def _write(self, request: SaveRequest) -> None:
-        from drivetrain._format import commit, copy_to_host
+        from drivetrain._format import prepare_checkpoint, write_checkpoint
 
         core, strategy, saved = self._core, self._core.strategy, self.saved_state
         contents = saved.collect(request.weights_only, request.trainable_only)
@@ -142,10 +142,10 @@ class CheckpointManager:
         control = strategy.control if is_running else LocalControl()
         shards_of = saved.shards_of if is_running else dict
         in_background = request.background and is_running
-        copy = copy_to_host(contents, control.rank, control.world_size, shards_of, snapshot=in_background)
+        prepared = prepare_checkpoint(contents, control.rank, control.world_size, shards_of, copy=in_background)
 
         def write(control: ControlPlane) -> None:
-            commit(request.path, copy, control)
+            write_checkpoint(request.path, prepared, control)
             self.written = request.path
             if request.on_complete is not None:
                 request.on_complete()
@@ -347,14 +347,14 @@ class CheckpointManager:
                         logger.warning(text, error)
 
     def _check_contents(self, contents: StateToSave) -> None:
-        from drivetrain._format import check_metadata, copy_to_host, run_collectively
+        from drivetrain._format import check_metadata, prepare_checkpoint, run_collectively
 
         control = self._core.strategy.control
-        copy = copy_to_host(contents, control.rank, control.world_size, self.saved_state.shards_of)
+        prepared = prepare_checkpoint(contents, control.rank, control.world_size, self.saved_state.shards_of)
 
         def check() -> None:
-            if copy.problem is not None:
-                raise copy.problem
+            if prepared.problem is not None:
+                raise prepared.problem
             check_metadata(contents.metadata)
 
         run_collectively(control, "The state of this run cannot be saved", check)
