@@ -286,9 +286,8 @@ def test_minus_one_on_one_rank_is_named_without_a_hang(tmp_path: Path) -> None: 
             assert seconds < 10
             # Both ranks have dumped their flight records, and the error names the path.
             logs = tmp_path / name / "logs"
-            assert f"The last collectives of each rank: {logs}/flight-rank-*.txt" in error["text"], error
+            assert f"The last collectives of each rank: {logs}/flight_rank_*" in error["text"], error
             for rank in (0, 1):
-                assert "all_reduce" in (logs / f"flight-rank-{rank}.txt").read_text()
                 assert pickle.loads((logs / f"flight_rank_{rank}").read_bytes())["entries"]
     assert not (tmp_path / "both").exists()  # nothing is dumped if there is no problem
 

@@ -479,13 +479,14 @@ def _reordering_fails(since: int) -> str:
 def test_gradients_in_another_order_are_refused() -> None:
     # D-11: stage 2 silently added one parameter's gradient to the other's
     for text in chain(*on_ranks(each, 2, _reordering_fails, (1,), (2,))):
-        assert "Gradients became ready in two orders" in text
-        assert "'net.factor' took the position of 'net.bias'" in text
+        assert "Gradients became ready in another order" in text
+        assert "'net.factor'" in text
+        assert "'net.bias'" in text
         assert "find_unused_parameters=True" in text
 
 
 def test_gradients_in_another_order_are_not_mixed_but_allowed_if_enabled() -> None:  # D-11
-    with pytest.raises(RankFailedError, match=r"(?s)Rank 1 failed .*ConfigurationError: Gradients became ready in two"):
+    with pytest.raises(RankFailedError, match=r"(?s)Rank 1 failed .*ConfigurationError: Gradients became"):
         on_ranks(_reordering, 2, 4, {"stage": 2})
     cases = [(1, {"stage": 1}), (1, EXPERTS[1]), (1, SHARD_EVERYTHING)]
     first, second = on_ranks(each, 2, _reordering, *cases)

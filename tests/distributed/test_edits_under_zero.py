@@ -135,17 +135,30 @@ def halve_gradients(module: Any) -> None:
         parameter.grad.mul_(0.5)
 
 
-def test_a_hook_that_touches_partitioned_weights_or_part_of_a_windows_gradients_is_refused() -> None:  # S-07, S-09
+def test_a_hook_that_touches_partitioned_weights_is_refused() -> None:  # S-07, S-09
     hooks: Any = {"on_before_optimizer_step": clamp, "on_after_backward": log_norm, "on_train_epoch_end": log_norm}
     hooks["training_step"] = clear_row
     kinds = [CLAMPS, ASSIGNS, *(partial(with_hooks, **{name: hook}) for name, hook in hooks.items())]
-    window: Any = partial(with_hooks, on_after_backward=halve_gradients), "stage 2"
-    *texts, of_window = results(*((kind, NOTHING_GATHERED) for kind in kinds), window, accumulate_grad_batches=2)
-    for text in texts:
+    for text in results(*((kind, NOTHING_GATHERED) for kind in kinds), accumulate_grad_batches=2):
         assert "'net.0.weight' is partitioned" in text
         assert "gathered(" in text
-    assert "the gradient of 'net.0.weight'" in of_window
-    assert "on_before_optimizer_step" in of_window
+
+
+def rebind_gradients(module: Any, *_: Any) -> None:
+    for parameter in module.trainer.optimizers[0].param_groups[0]["params"]:
+        parameter.grad = None
+
+
+def test_a_hook_that_uses_gradients_is_refused() -> None:  # S-07, S-09
+    hooks: Any = {"on_after_backward": halve_gradients, "on_before_optimizer_step": rebind_gradients}
+    cases: Any = [
+        (partial(with_hooks, **{name: hook}), strategy)
+        for name, hook in hooks.items()
+        for strategy in ("stage 1", "stage 2", NOTHING_GATHERED)
+    ]
+    for (kind, _), text in zip(cases, results(*cases), strict=True):
+        assert text.startswith("ConfigurationError")
+        assert f"{next(iter(kind.keywords))} used the gradient of 'net.0.weight'" in text
 
 
 def train_and_return(build: Build, *names: str, **options: Any) -> list[Any]:

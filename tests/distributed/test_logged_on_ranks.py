@@ -203,8 +203,8 @@ class LogsHistograms(Regression):
         self.wholes: dict[str, Any] = {}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        found = {name: one.grad for name, one in self.named_parameters() if one.grad is not None and one.grad.numel()}
         if self.trainer.global_step == 1 and not self.trainer.strategy.name.startswith("deepspeed"):
+            found = {name: one.grad for name, one in self.named_parameters() if one.grad is not None}
             self.wholes = {f"grads/{name}": whole(one) for name, one in found.items()}
             self.trainer.log_histogram("grads", found, step=2, bins=16)
 

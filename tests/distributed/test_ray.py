@@ -51,7 +51,7 @@ class Model(Regression):
 
 
 def _fit(**settings: Any) -> Fit:
-    launcher = RayLauncher({"CPU": 0.5}, grace=1.0)
+    launcher = RayLauncher({"CPU": 0.5}, grace=1.0, placement_timeout=5.0)
     return quiet(**{"strategy": "ddp", "devices": 2, "launcher": launcher, **settings})
 
 
@@ -78,7 +78,7 @@ def test_a_run_on_ray_returns_its_results() -> None:  # A-02, A-03, B-01
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("raises", "Rank 1 failed with ValueError: boom on 1"), ("is killed", "Rank 1 died on ")]
+    ("how", "told"), [("raises", "Rank 1 failed with ValueError: boom on 1"), ("is killed", "Rank 1 died: ")]
 )
 def test_an_actor_that_fails_is_named(how: str, told: str) -> None:  # G-01, G-02, G-07
     with pytest.raises(RankFailedError, match=told) as caught:
@@ -90,12 +90,10 @@ def test_an_actor_that_fails_is_named(how: str, told: str) -> None:  # G-01, G-0
 
 
 def test_unavailable_resources_are_refused() -> None:  # A-06, G-06
-    with pytest.raises(ConfigurationError, match=r"(?s)no room for 1 node.*9 worker.*CPU 2"):
+    with pytest.raises(ConfigurationError, match=r"(?s)no room within 5 s for 1 node.*9 worker.*'CPU': 2"):
         _fit(devices=9).fit(Model(), loader(64, 4))
     with pytest.raises(ConfigurationError, match=r"(?s)devices='auto' with launcher='ray'.*devices=2"):
         _fit(devices="auto").fit(Model(), loader(64, 4))
-    with pytest.raises(ConfigurationError, match=r"no room .* GPU 1"):
-        quiet(accelerator="gpu", devices=2, launcher="ray", strategy="ddp").fit(Model(), loader(64, 4))
 
 
 def test_several_devices_within_a_task_are_refused() -> None:  # G-01

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from scripts import run_cases
 
-from drivetrain.environments import Placement
-from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers import SubprocessLauncher, current_processes
+from drivetrain.errors import DistributedError
+from drivetrain.launchers import current_processes
 from drivetrain.launchers.launched_processes import LAUNCHER_VARIABLE, PARENT_VARIABLE
 
 _HEAD = """
@@ -201,8 +200,3 @@ def test_a_process_belongs_to_the_world_only_of_the_process_that_started_it(monk
     monkeypatch.setenv(PARENT_VARIABLE, str(dead.pid))
     with pytest.raises(DistributedError, match="the process that started rank 3 has ended"):
         current_processes()
-
-
-def test_only_the_first_rank_of_a_node_launches() -> None:
-    with pytest.raises(ConfigurationError, match="local rank 1 cannot start the other processes"):
-        SubprocessLauncher().launch(Placement(1, 2, 1, 2))

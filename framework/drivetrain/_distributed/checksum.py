@@ -85,16 +85,12 @@ def _positions_in_whole(positions: Tensor, region: Region, shape: tuple[int, ...
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:
-    """Return the checksums of several tensors, int64 of shape (len(tensors),) on the CPU, with one copy per device."""
+    """Return the checksums of several tensors, int64 of shape (len(tensors),) on the CPU, with one copy to the host."""
     return stack_on_cpu([checksum(tensor) for tensor in tensors])
 
 
 def stack_on_cpu(sums: list[Tensor]) -> Tensor:
-    """Stack tensors of shape () into an int64 tensor of shape (len(sums),) on the CPU, with one copy per device."""
-    result = torch.zeros(len(sums), dtype=torch.int64)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(sums):
-        by_device.setdefault(value.device, []).append(index)
-    for indices in by_device.values():
-        result[indices] = torch.stack([sums[index] for index in indices]).cpu()
-    return result
+    """Stack tensors of shape () into an int64 tensor of shape (len(sums),) on the CPU, with one copy to the host."""
+    if not sums:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.stack([value.to(sums[0].device) for value in sums]).cpu()

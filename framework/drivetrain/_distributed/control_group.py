@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from drivetrain._distributed.control_plane import ControlPlane, Pending, absent_error, refuse_differences
+from drivetrain._distributed.control_plane import ControlPlane, absent_error, refuse_differences
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._distributed.failure_exchange import FailureExchange
 from drivetrain._distributed.flight_recorder import FlightRecord
@@ -24,18 +24,6 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two polls of th
 _LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the other ranks
 _PING = 30.0  # seconds of waiting between two checks that the absent ranks are alive
 _FAILURE_CHECK = 1.0  # seconds of waiting between two checks for reported failures
-
-
-class _PendingReduction:
-    """A pending all-reduce."""
-
-    def __init__(self, values: torch.Tensor, work: Any) -> None:
-        self._values = values
-        self._work = work
-
-    def wait(self) -> torch.Tensor:
-        self._work.wait()
-        return self._values
 
 
 class GroupControl(ControlPlane):
@@ -87,8 +75,14 @@ class GroupControl(ControlPlane):
         dist.all_gather(list(gathered), values.contiguous(), group=self._group)
         return gathered
 
-    def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        return _PendingReduction(values, dist.all_reduce(values, group=self._group, async_op=True))
+    def all_reduce_async(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        work: Any = dist.all_reduce(values, group=self._group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return values
+
+        return wait
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [decode(content) for content in self.gather_bytes(encode(value))]

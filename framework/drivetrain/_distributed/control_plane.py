@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -15,27 +15,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from drivetrain._distributed.failure import AbsentRanksError
 from drivetrain._distributed.failure_exchange import FailureExchange
 from drivetrain.errors import DistributedError, DrivetrainError
-
-_MAX_STACKS = 8  # the maximum number of distinct stacks in a message
-_MAX_NAMES = 20  # the maximum number of names on which ranks do not agree in a message
-_SILENT_RANK = "Its process has ended, or hangs outside of Python."
-
-
-class Pending(Protocol):
-    """A pending reduction."""
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the reduction if necessary, and return its result."""
-
-
-class CompletedReduction:
-    """A completed reduction."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def wait(self) -> torch.Tensor:
-        return self._values
 
 
 class ControlPlane:
@@ -60,9 +39,9 @@ class ControlPlane:
         """Gather a CPU tensor of shape (n,), the same n on every rank, into (W, n)."""
         return values.unsqueeze(0)
 
-    def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        """Start to sum a CPU tensor of shape (n,) over the ranks."""
-        return CompletedReduction(values)
+    def all_reduce_async(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum a CPU tensor of shape (n,) over the ranks. Return a function that waits for the sum."""
+        return lambda: values
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank. `plain_values.encode` must accept the values."""
@@ -177,9 +156,9 @@ def absent_error(
     """
     ranks, lines = list(stacks_by_rank), []
     for stack, indices in spread(list(stacks_by_rank.values())).items():
-        description = f"running, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT_RANK}"
+        running = f"running, innermost call first:\n{stack}"
+        description = running if stack else "no answer. Its process has ended, or hangs outside of Python."
         lines.append(f"rank(s) {[ranks[index] for index in indices]}: {description}")
-    lines = lines[:_MAX_STACKS]
     if records is not None:
         lines.append(f"The last collectives of each rank: {records}")
     error_class = DistributedError if None in stacks_by_rank.values() else AbsentRanksError
@@ -258,9 +237,7 @@ def refuse_differences(
             listed = "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in ranks_by_value.items())
             differences.append(f"{name}: {listed}")
     if differences:
-        count = len(differences)
-        more = f" | {count - _MAX_NAMES} more" if count > _MAX_NAMES else ""
-        raise error(f"The ranks do not agree on {' | '.join(differences[:_MAX_NAMES])}{more}.", why, fix)
+        raise error(f"The ranks do not agree on {' | '.join(differences)}.", why, fix)
 
 
 def digest_of(value: Any) -> str:

@@ -154,9 +154,8 @@ class Failure:
         return f"{causes}{heading}{frames}" if causes else frames
 
     def one_line_summary(self) -> str:
-        """Return the first line of `describe`, followed by a fix if the rank could not print a traceback itself."""
-        first = (self.describe().splitlines() or [""])[0]
-        return first if self.error_type is not None else f"{first}; {_fix(self)}"
+        """Return the first line of `describe`."""
+        return self.describe().partition("\n")[0]
 
 
 def _raised_at(failure: Failure) -> str:
@@ -169,7 +168,7 @@ class RankFailedError(DistributedError):
 
     def __init__(self, failure: Failure) -> None:
         why = f"its traceback:\n{failure.traceback.rstrip()}" if failure.traceback else ""
-        fix = "" if failure.error_type else _fix(failure)
+        fix = "" if failure.error_type else "see what the rank printed before it ended"
         super().__init__(failure.describe(), why, fix)
         self.failure = failure
 
@@ -215,9 +214,3 @@ def _dump(error: BaseException) -> bytes | None:
         return pickle.dumps(error)
     except Exception:
         return None
-
-
-def _fix(failure: Failure) -> str:
-    if failure.signal_name == "SIGKILL":
-        return "SIGKILL comes from outside: usually from the kernel's out-of-memory killer (see `dmesg`) or a scheduler"
-    return "see what the rank printed before it ended"

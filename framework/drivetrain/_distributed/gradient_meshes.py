@@ -47,12 +47,7 @@ def group_by_dtype(parameters: list[Parameter]) -> list[list[Tensor]]:
             gradient = gradient._values()
         if gradient.numel() == 0:  # an empty tensor has no largest element
             continue
-        key = (gradient.device, gradient.dtype)
-        bucket = buckets.get(key)
-        if bucket is None:
-            buckets[key] = [gradient]
-        else:
-            bucket.append(gradient)
+        buckets.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return list(buckets.values())
 
 

@@ -41,14 +41,14 @@ def connect(
     """
     try:
         store = TCPStore(address, port, is_master=False, timeout=timeout)
+        (admit_first if outlives_ranks else admit)(store, job or NO_NAME, rank, address, port)
     except RuntimeError as error:
         raise DistributedError(
-            f"rank {rank} finds no store at {address}:{port}: {error}",
+            f"rank {rank} finds no store of its job at {address}:{port}: {error}",
             "all ranks connect to it, and "
             + ("the agent that started rank 0 hosts it" if outlives_ranks else "rank 0 or its launcher hosts it"),
             "check whether rank 0 has failed, and whether MASTER_ADDR and MASTER_PORT lead to it from this machine",
         ) from error
-    (admit_first if outlives_ranks else admit)(store, job or NO_NAME, rank, address, port)
     store.set_timeout(_REQUEST_TIMEOUT)
     return store
 
@@ -87,12 +87,6 @@ def listen(address: str, port: int, num_nodes: int) -> socket.socket:
                     raise
         return _listen_on_all(port)
     except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(
-                f"rank 0 cannot host the store at {address}:{port}: port {port} is taken",
-                "another process listens at this port: a job with the same port, or a job that is still ending",
-                "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
-            ) from error
         raise _cannot_host(address, port, error) from error
 
 
@@ -129,14 +123,7 @@ def admit(store: TCPStore, job: str, rank: int, address: str, port: int) -> None
     Raises:
         ConfigurationError: the store belongs to another job, which is not affected, or the rank is taken.
     """
-    try:
-        store.wait([_JOB_KEY], _JOB_KEY_TIMEOUT)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"rank {rank} connected to {address}:{port}, which is not the store of this job",
-            "the host of the store has not set the job, so another program seems to use the port",
-            "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
-        ) from error
+    store.wait([_JOB_KEY], _JOB_KEY_TIMEOUT)
     _refuse_other_job(job, store.get(_JOB_KEY).decode(), rank, address, port)
     if store.add(f"{_JOB_KEY}/rank{rank}", 1) > 1:
         raise ConfigurationError(
@@ -196,6 +183,7 @@ def _listen_on_all(port: int) -> socket.socket:
 def _cannot_host(address: str, port: int, error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"rank 0 cannot host the store at {address}:{port}: {error}",
-        "all processes connect to this store",
-        "set MASTER_ADDR to a name of this machine and MASTER_PORT to a free port",
+        "all processes connect to this store. A port in use belongs to another job, or to a job that is still ending",
+        "set MASTER_ADDR to a name of this machine, and MASTER_PORT to a free port, the same for all processes of this "
+        "job and for no other job",
     )

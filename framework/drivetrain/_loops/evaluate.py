@@ -314,7 +314,7 @@ def _until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
     control, last = strategy.control, NO_BATCH
     while True:
         batch_and_share = next(batches, None)
-        (ranks,) = control.all_reduce_async(torch.tensor([float(batch_and_share is not None)])).wait().tolist()
+        (ranks,) = control.all_reduce_async(torch.tensor([float(batch_and_share is not None)]))().tolist()
         if not ranks:
             return
         if batch_and_share is not None:

@@ -100,7 +100,7 @@ class PredictLoop(LoaderLoop):
 
     def _is_predicted_on_all_ranks(self, predicted: bool) -> bool:
         """Return whether no rank still has to predict this batch. Collective."""
-        return not self.strategy.control.all_reduce_async(torch.tensor([float(not predicted)])).wait().item()
+        return not self.strategy.control.all_reduce_async(torch.tensor([float(not predicted)]))().item()
 
 
 def _merge(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:

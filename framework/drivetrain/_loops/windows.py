@@ -16,7 +16,6 @@ import torch
 from drivetrain._data.batch_copies import copy_containers
 from drivetrain._data.batch_source import NO_BATCH
 from drivetrain._data.sharding import BatchShare
-from drivetrain._distributed.control_plane import Pending
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
@@ -155,7 +154,7 @@ def allreduced_windows(
     control, world_size = strategy.control, strategy.data_world_size
     number, last = 0, NO_BATCH
 
-    def read() -> tuple[list[tuple[Any, BatchShare, float]], Pending]:
+    def read() -> tuple[list[tuple[Any, BatchShare, float]], Callable[[], torch.Tensor]]:
         nonlocal last, number
         capacity = size if limit is None else max(0, min(size, limit - number))
         window: list[tuple[Any, BatchShare, float]] = []
@@ -180,7 +179,7 @@ def allreduced_windows(
 
     next_window, pending = read()
     while True:
-        total, *reported = pending.wait().tolist()
+        total, *reported = pending().tolist()
         samples, ranks = reported[:size], reported[size:]
         length = next((position for position in reversed(range(size)) if ranks[position]), -1) + 1
         if length < size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -90,8 +90,9 @@ class Environment(ABC):
         Raises:
             ConfigurationError: ``MASTER_PORT`` is required and not set.
         """
-        port = self.variables.port()
-        return self._default_port() if port is None else port
+        if self.variables.text("MASTER_PORT") is None:
+            return self._default_port()
+        return self.variables.integer("MASTER_PORT")
 
     @property
     def job(self) -> str | None:
@@ -238,26 +239,6 @@ class Variables:
     def integer_or(self, default: int, *names: str) -> int:
         """Return the value of the first of ``names`` that is set, or ``default`` if none is set."""
         return default if self.text(*names) is None else self.integer(*names)
-
-    def port(self) -> int | None:
-        """Return the value of ``MASTER_PORT``, or None if the variable is not set.
-
-        Raises:
-            ConfigurationError: the value is not a port.
-        """
-        if self.text("MASTER_PORT") is None:
-            return None
-        port = self.integer("MASTER_PORT")
-        if not 0 < port < 2**16:
-            raise ConfigurationError(
-                f"MASTER_PORT={port} is not a port", "ports are from 1 to 65535", "set MASTER_PORT to a free port"
-            )
-        return port
-
-    def refuse(self, names: Iterable[str], why: str, fix: str) -> ConfigurationError:
-        """Return an error that shows the values of the variables ``names``."""
-        shown = ", ".join(f"{name}={self._values[name]}" for name in names if name in self._values)
-        return ConfigurationError(f"{shown} cannot be right", why, fix)
 
     def _parse(self, name: str, value: str) -> int:
         if not value.strip().isdecimal():

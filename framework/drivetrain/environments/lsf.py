@@ -44,15 +44,10 @@ class LSFEnvironment(Environment):
     def _hosts(self) -> list[str]:
         """Return the hosts of the job in order, without duplicates."""
         file = self.variables.text("LSB_DJOB_RANKFILE")
-        counts = self.variables.text("LSB_MCPU_HOSTS")
-        if file is not None and Path(file).is_file():
-            hosts = Path(file).read_text().split()
-        elif counts is not None:
-            hosts = counts.split()[::2]  # "host0 42 host1 42"
-        else:
+        if file is None:
             raise ConfigurationError(
-                "neither LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS is set, so the hosts of this job are unknown",
+                "LSB_DJOB_RANKFILE is not set, so the hosts of this job are unknown",
                 "the first host is the rendezvous address",
                 "set MASTER_ADDR to the host of rank 0",
             )
-        return list(dict.fromkeys(hosts))
+        return list(dict.fromkeys(Path(file).read_text().split()))

@@ -39,10 +39,6 @@ class PlainEnvironment(Environment):
                     "set MASTER_ADDR, MASTER_PORT and NODE_RANK on every node, or use torchrun or srun",
                 )
         node_rank = self.variables.integer("NODE_RANK")
-        if node_rank >= num_nodes:
-            raise self.variables.refuse(
-                ["NODE_RANK"], f"nodes are counted from 0 and num_nodes={num_nodes}", "correct NODE_RANK or num_nodes"
-            )
         return Placement(
             rank=node_rank * local_world_size,
             world_size=num_nodes * local_world_size,

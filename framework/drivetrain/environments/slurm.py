@@ -23,29 +23,11 @@ class SlurmEnvironment(Environment):
         node_rank = variables.integer("SLURM_NODEID")
         world_size = variables.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         num_nodes = variables.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-        tasks_per_node = self._tasks_per_node(num_nodes, world_size)
-        if len(tasks_per_node) != num_nodes or sum(tasks_per_node) != world_size:
-            raise variables.refuse(
-                [
-                    "SLURM_STEP_TASKS_PER_NODE",
-                    "SLURM_TASKS_PER_NODE",
-                    "SLURM_STEP_NUM_TASKS",
-                    "SLURM_NTASKS",
-                    "SLURM_STEP_NUM_NODES",
-                    "SLURM_NNODES",
-                ],
-                f"the tasks per node are {tasks_per_node}, which are not {world_size} tasks on {num_nodes} node(s)",
-                "start the processes with srun, and do not set SLURM's variables by hand",
-            )
-        if node_rank >= num_nodes:
-            raise variables.refuse(
-                ["SLURM_NODEID"], f"the step has {num_nodes} node(s)", "do not set SLURM's variables by hand"
-            )
         return Placement(
             rank=variables.integer("SLURM_PROCID"),
             world_size=world_size,
             local_rank=variables.integer("SLURM_LOCALID"),
-            local_world_size=tasks_per_node[node_rank],
+            local_world_size=self._tasks_on(node_rank, world_size // max(1, num_nodes)),
             node_rank=node_rank,
             num_nodes=num_nodes,
         )
@@ -70,25 +52,13 @@ class SlurmEnvironment(Environment):
     def _step(self) -> str:
         return self.variables.text("SLURM_STEP_ID", "SLURM_STEPID") or ""
 
-    def _tasks_per_node(self, num_nodes: int, world_size: int) -> list[int]:
+    def _tasks_on(self, node_rank: int, default: int) -> int:
+        """Return the number of tasks on a node, from SLURM's compressed form: ``"2(x3),1"`` is 2, 2, 2, 1."""
         text = self.variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-        if text is None:
-            return [world_size // num_nodes] * num_nodes if num_nodes else []
-        return parse_tasks_per_node(text)
-
-
-def parse_tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node from SLURM's compressed form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
-
-    Return an empty list for text in another form.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return []
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+        counts: list[int] = []
+        for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text or ""):
+            counts += [int(count)] * int(repeats or 1)
+        return counts[node_rank] if node_rank < len(counts) else default
 
 
 def first_node(nodes: str) -> str:

@@ -9,7 +9,7 @@ from drivetrain._distributed.failure import Failure, RankFailedError, first_caus
 from drivetrain._runtime.accelerators import Devices
 from drivetrain._runtime.lazy_names import lazy_names
 from drivetrain.environments import torchrun_variables
-from drivetrain.launchers.choose import LAUNCHERS, check_launcher, choose_launcher, named_launcher
+from drivetrain.launchers.choose import check_launcher, choose_launcher, named_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.launched_processes import LaunchedProcesses, current_processes
 from drivetrain.launchers.launcher import Launcher
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from drivetrain.launchers.ray_launcher import RayLauncher
 
 __all__ = [
-    "LAUNCHERS",
     "Devices",
     "Failure",
     "FunctionLauncher",

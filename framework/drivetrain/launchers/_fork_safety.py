@@ -13,11 +13,8 @@ def why_not_fork() -> str | None:
     """Return why a forked copy of this process would not work, or None if a forked copy would work."""
     if sys.platform in ("darwin", "win32"):
         return f"on {sys.platform} a forked copy of a process that uses the system's frameworks is unsafe or impossible"
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if in_use:
-        return "this process has used CUDA, which does not work in a forked copy"
-    if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
-        return "this process has used an XPU, which does not work in a forked copy"
+    if torch.cuda.is_initialized() or torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
+        return "this process has used CUDA or an XPU, which does not work in a forked copy"
     if _has_threads_of("pt_autograd"):
         return "a backward pass has started autograd's device threads, which a forked copy lacks"
     if dist.is_available() and dist.is_initialized():

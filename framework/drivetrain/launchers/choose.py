@@ -35,9 +35,6 @@ _REGISTRY = EntryPointRegistry[Launcher](
     alternatives="a Launcher object, such as RayLauncher(...)",
 )
 
-LAUNCHERS = _REGISTRY.builtin_names
-"""The accepted names of built-in launchers, including "auto"."""
-
 
 def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
     """Return the launcher for ``Fit(launcher=setting)``, for a run that has to start processes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import pickle
@@ -12,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -27,7 +26,7 @@ from drivetrain._distributed.child_processes import (
     outcome_of,
     suggested_threads,
 )
-from drivetrain._distributed.failure import Failure, RankFailedError
+from drivetrain._distributed.failure import Failure
 from drivetrain._distributed.parent_watchdog import die_with_caller, die_with_parent
 from drivetrain._distributed.rendezvous import host_on, listen, name_new_job
 from drivetrain.environments import Placement, torchrun_variables
@@ -132,7 +131,7 @@ class FunctionLauncher(Launcher):
                 code = outcome.exit_code if isinstance(outcome, Failure) else None
                 if code is not None and -code in forwarded:
                     signal.raise_signal(-code)  # the rank did not handle it
-            return self._results(outcomes, placement.local_world_size)
+            return [pickle.loads(value) for value in all_or_raise(outcomes, placement.local_world_size)]
         except KeyboardInterrupt:
             # The terminal sends SIGINT to the ranks too.
             processes.wait(self._grace)
@@ -141,17 +140,6 @@ class FunctionLauncher(Launcher):
             processes.end(kill=True)
             # The frames of an error would keep the store. Python would crash if it collected it in a forked process.
             store = None
-
-    def _results(self, outcomes: dict[int, bytes | Failure], world_size: int) -> list[Any]:
-        try:
-            values = all_or_raise(outcomes, world_size)
-        except RankFailedError as error:
-            if error.failure.error_type is None and error.failure.exit_code == 1 and self.start_method != "fork":
-                error.fix += (
-                    '; if the script has no `if __name__ == "__main__":`, put the work of the script under this line'
-                )
-            raise
-        return [pickle.loads(value) for value in values]
 
 
 @contextmanager
@@ -243,56 +231,16 @@ def _check_nesting() -> None:
             "a launcher started this process for one rank",
             f"use {world_size} processes, or 1 process (every rank then runs separately)",
         )
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigurationError(
-            "the script starts processes while it is being imported",
-            "a started process imports the caller's script first, which would start processes again",
-            'put the work of the script under `if __name__ == "__main__":`',
-        )
 
 
 def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) -> bytes:
     try:
         return pickle.dumps(_Call(fn, args))
     except Exception as error:
-        from drivetrain.launchers._rerun_command import runner  # only errors need it
-
-        fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
-        if runner() is not None:
-            fix += (
-                ". Or create them in a function at the top level of the test module, and call it in each rank: "
-                "drivetrain.testing.run_distributed(function, 2)"
-            )
         raise ConfigurationError(
-            f"launcher={method!r} cannot send {_describe_unpicklable(fn, args)} to other processes: {error}",
+            f"launcher={method!r} cannot send the function and its arguments to other processes: {error}",
             "the function and its arguments are pickled to be sent",
-            fix,
+            "define functions and classes at the top level of a module, and leave out open files, locks and lambdas; "
+            "or create them in a function at the top level of a module, and call it in each rank: "
+            "drivetrain.testing.run_distributed(function, 2)",
         ) from error
-
-
-def _describe_unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return a description of what cannot be pickled: the function, or the name and type of an argument.
-
-    For a dataclass, the description names the field.
-    """
-    if not _can_dump(fn):
-        return f"the function {getattr(fn, '__qualname__', fn)!r}"
-    try:
-        names = list(inspect.signature(fn).bind(*args).arguments)
-    except (TypeError, ValueError):
-        names = []
-    for index, value in enumerate(args):
-        if not _can_dump(value):
-            name = names[index] if index < len(names) else str(index)
-            parts = {field.name: getattr(value, field.name) for field in fields(value)} if is_dataclass(value) else {}
-            name, value = next((part for part in parts.items() if not _can_dump(part[1])), (name, value))
-            return f"the argument {name!r} (a {type(value).__qualname__})"
-    return "the arguments"
-
-
-def _can_dump(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True

@@ -25,7 +25,6 @@ from drivetrain.errors import ConfigurationError, DistributedError, DrivetrainEr
 # variables too, but the process id of their parent differs from the value of `PARENT_VARIABLE`.
 LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
-THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
 
 _FIRST_FAILURE = "first"  # the key, with the prefix "left", under which a caller that is not a rank publishes a failure
 _MEET_PAUSE = 0.02  # seconds between two checks of whether all ranks have arrived
@@ -203,17 +202,19 @@ def set_current_processes(processes: LaunchedProcesses | None) -> None:
 def _join() -> LaunchedProcesses | None:
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if os.getppid() != parent:
-        if _is_alive(parent):
-            return None  # a rank started this process, which is not part of the run
-        raise DistributedError(
-            f"the process that started rank {os.environ.get('RANK')} has ended",
-            f"process {parent} hosts the store where all ranks meet",
-            "read the last output of that process, then run the script again",
-        )
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError as error:
+            raise DistributedError(
+                f"the process that started rank {os.environ.get('RANK')} has ended",
+                f"process {parent} hosts the store where all ranks meet",
+                "read the last output of that process, then run the script again",
+            ) from error
+        return None  # a rank started this process, which is not part of the run
     environment = TorchrunEnvironment()
     processes = LaunchedProcesses(environment.with_address(environment.placement()), "script")
     set_current_processes(processes)
-    die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)
+    die_with_parent(parent)
     atexit.register(_report_uncaught, processes)
     return processes
 
@@ -226,13 +227,3 @@ def _report_uncaught(processes: LaunchedProcesses) -> None:
     if path and isinstance(error, BaseException) and processes.is_current_process:
         with contextlib.suppress(OSError):  # the disk is full, or the caller has ended and has removed the folder
             Failure.of_exception(processes.placement.rank, error).write(failure_file(path))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid > 0

@@ -24,9 +24,6 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_processes
 from drivetrain.launchers.launcher import Launcher
 
-# Ray's error about a dead actor has lines that only identify the actor. These are the prefixes of such lines.
-_IDENTITY_PREFIXES = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")
-
 
 class RayLauncher(Launcher):
     """Starts one actor per rank on a Ray cluster and waits until all ranks are done.
@@ -96,8 +93,7 @@ class RayLauncher(Launcher):
             signals: unused; signals are not forwarded.
 
         Raises:
-            ConfigurationError: ray is not installed, the cluster has no room, or ``function`` or an argument cannot be
-                pickled.
+            ConfigurationError: ray is not installed, or the cluster has no room.
             RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
         ray = import_optional("ray", "launcher='ray'", "pip install 'drivetrain[ray]'")
@@ -107,7 +103,7 @@ class RayLauncher(Launcher):
             if started_here:
                 ray.init(address=self._address, include_dashboard=False, logging_level="error")
             try:
-                return self._call(ray, placement, _dump(ray, function, arguments), device)
+                return self._call(ray, placement, ray.cloudpickle.dumps((function, arguments)), device)
             finally:
                 if started_here:
                     ray.shutdown()
@@ -127,24 +123,17 @@ class RayLauncher(Launcher):
     def _reserve(self, ray: Any, placement: Placement, resources: Mapping[str, float]) -> Any:
         """Return a placement group of one bundle per node, with room for all workers of the node."""
         bundle = {name: amount * placement.local_world_size for name, amount in resources.items()}
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        fitting = [node for node in nodes if all(node.get(name, 0) >= amount for name, amount in bundle.items())]
-        if len(fitting) >= placement.num_nodes:
-            strategy = "STRICT_SPREAD" if placement.num_nodes > 1 else "STRICT_PACK"
-            group = ray.util.placement_group([bundle] * placement.num_nodes, strategy=strategy)
-            if group.wait(self._placement_timeout):
-                return group
+        strategy = "STRICT_SPREAD" if placement.num_nodes > 1 else "STRICT_PACK"
+        group = ray.util.placement_group([bundle] * placement.num_nodes, strategy=strategy)
+        if not group.wait(self._placement_timeout):
             ray.util.remove_placement_group(group)
-            why = f"other jobs use the cluster, which has {_format_resources(ray.available_resources())} free"
-        else:
-            totals = [{name: node.get(name, 0) for name in bundle} for node in nodes]
-            why = f"the nodes of the cluster have {', '.join(map(_format_resources, totals))}"
-        raise ConfigurationError(
-            f"The Ray cluster has no room for {placement.num_nodes} node(s) of {placement.local_world_size} worker(s) "
-            f"with {_format_resources(resources)} each",
-            why,
-            "use fewer devices or nodes, reserve less with RayLauncher(resources_per_worker=...), or add machines",
-        )
+            raise ConfigurationError(
+                f"The Ray cluster had no room within {self._placement_timeout:g} s for {placement.num_nodes} node(s) "
+                f"of {placement.local_world_size} worker(s) with {resources} each",
+                f"the cluster has {ray.cluster_resources()} in all, of which {ray.available_resources()} are free",
+                "use fewer devices or nodes, reserve less with RayLauncher(resources_per_worker=...), or add machines",
+            )
+        return group
 
     def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
         locations = self._collect(ray, [actor.location.remote() for actor in actors])
@@ -190,28 +179,8 @@ def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
     except ray.exceptions.RayTaskError as error:  # an error outside the user's function
         return Failure.of_exception(rank, error.cause or error)
     except ray.exceptions.RayError as error:
-        # The actor was killed, ran out of memory or was lost with its machine. Ray's text gives the actor and the
-        # reason.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = [line for line in lines if not line.startswith(_IDENTITY_PREFIXES)]
-        location = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))
-        return Failure(rank, message=f"died{location}: {' '.join(reason[1:] or reason)}")
-
-
-def _dump(ray: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        work: bytes = ray.cloudpickle.dumps((fn, args))
-    except Exception as error:
-        raise ConfigurationError(
-            f"launcher='ray' cannot send the function and its arguments to the workers: {error}",
-            "the function and its arguments are pickled to be sent",
-            "leave out open files, locks and connections",
-        ) from error
-    return work
-
-
-def _format_resources(resources: Mapping[str, float]) -> str:
-    return " ".join(f"{name} {amount:g}" for name, amount in resources.items() if ":" not in name) or "nothing"
+        # The actor was killed, ran out of memory or was lost with its machine. Ray's text gives machine and reason.
+        return Failure(rank, message=f"died: {error}")
 
 
 # Code that runs in the actors

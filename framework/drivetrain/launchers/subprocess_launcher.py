@@ -6,19 +6,16 @@ import atexit
 import logging
 import os
 import sys
-import threading
 from dataclasses import replace
 
 from drivetrain._distributed.child_processes import ScriptProcesses, suggested_threads
 from drivetrain._distributed.failure import Failure, first_cause
 from drivetrain._distributed.rendezvous import host, name_new_job
 from drivetrain.environments import Placement, torchrun_variables
-from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers.launched_processes import (
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,
-    THREAD_VARIABLE,
     LaunchedProcesses,
     current_processes,
     set_current_processes,
@@ -64,12 +61,6 @@ class SubprocessLauncher(Launcher):
         if processes is not None:
             processes.check_usable(placement.world_size)
             return processes
-        if placement.local_rank != 0:
-            raise ConfigurationError(
-                f"local rank {placement.local_rank} cannot start the other processes of its node",
-                "only the first process of a node starts the others",
-                "pass the placement of the first process",
-            )
         command, nodes = self.command(), placement.num_nodes
         placement = replace(placement, job=placement.job or name_new_job(nodes))
         store = None
@@ -117,8 +108,6 @@ def _variables(placement: Placement) -> dict[str, str]:
     }
     if not os.environ.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(suggested_threads(placement.local_world_size))
-    if threading.current_thread() is not threading.main_thread():
-        variables[THREAD_VARIABLE] = "1"
     return variables
 
 

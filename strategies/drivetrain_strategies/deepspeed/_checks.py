@@ -32,28 +32,8 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
         ConfigurationError: names the submodule or the parameter.
     """
     refuse_device_map(module)
-    _refuse_parameters_without_elements(module)
     refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
-    dtypes: dict[torch.dtype, str] = {}
-    for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            raise ConfigurationError(
-                f"{name!r} has dtype {parameter.dtype}.", "ZeRO keeps float32 master weights.", "use strategy='ddp'."
-            )
-        dtypes.setdefault(parameter.dtype, name)
-    if not mixed and set(dtypes) - {torch.float32}:
-        examples = ", ".join(f"{name!r} has {dtype}" for dtype, name in dtypes.items())
-        raise ConfigurationError(
-            f"precision='32-true', but some parameters have other dtypes: {examples}.",
-            "ZeRO would silently convert these parameters to float32, or compute in half precision.",
-            "use precision='bf16-mixed', or convert the module with module.float().",
-        )
-    if run.gradient_clip_val and run.gradient_clip_algorithm != "norm":
-        raise clip_by_value_error()
-
-
-def _refuse_parameters_without_elements(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if getattr(parameter, "ds_numel", parameter.numel()) == 0:
             raise ConfigurationError(
@@ -62,6 +42,14 @@ def _refuse_parameters_without_elements(module: nn.Module) -> None:
                 "leave the parameter out, for example with register_parameter(name, None), or use strategy='ddp' or "
                 "'fsdp'.",
             )
+        if not parameter.is_floating_point() or (not mixed and parameter.dtype != torch.float32):
+            raise ConfigurationError(
+                f"{name!r} has dtype {parameter.dtype}.",
+                "ZeRO would silently convert it to float32, or to the half precision that the module computes in.",
+                "convert the module with module.float(); for half precision, use precision='bf16-mixed'.",
+            )
+    if run.gradient_clip_val and run.gradient_clip_algorithm != "norm":
+        raise clip_by_value_error()
 
 
 def clip_by_value_error() -> ConfigurationError:
@@ -107,21 +95,15 @@ def check_optimizers(
             "DeepSpeed's engine steps one optimizer, which holds all parameters.",
             "use one optimizer with several parameter groups, or strategy='fsdp' or 'ddp'.",
         )
-    section = config.get("optimizer")
-    if optimizers and section is not None:
-        raise ConfigurationError(
-            f"config: optimizer={section.get('type')!r}, but configure_optimizers also returned {kinds}.",
-            "DeepSpeed's engine steps only one optimizer.",
-            "return None from configure_optimizers, or remove the section from the config.",
-        )
     for optimizer in optimizers:
-        scheduler = config.get("scheduler")
-        if scheduler is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            raise ConfigurationError(
-                f"config: scheduler={scheduler.get('type')!r}, but configure_optimizers also returned a scheduler.",
-                "both schedulers would set the learning rate.",
-                "keep only one scheduler.",
-            )
+        is_scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        for section in ("optimizer", "scheduler") if is_scheduled else ("optimizer",):
+            if section in config:
+                raise ConfigurationError(
+                    f"config: {section}={config[section].get('type')!r}, but configure_optimizers also returned one.",
+                    f"DeepSpeed's engine has one {section}.",
+                    "remove the section from the config, or do not return one from configure_optimizers.",
+                )
         _check_kind(optimizer, declared)
         if optimizer.state:
             raise ConfigurationError(
@@ -140,8 +122,8 @@ def check_optimizers(
 
 
 _FIX_FOR_TRAINABLE_CHANGES = (
-    "freeze parameters in __init__, configure_model or configure_optimizers, and call fit once per training phase; or "
-    "use strategy='fsdp' or 'ddp', which support such changes."
+    "build and freeze layers in __init__, configure_model or configure_optimizers, and call fit once per training "
+    "phase; or use strategy='ddp', which supports such changes."
 )
 
 
@@ -156,13 +138,7 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
         ConfigurationError: names the parameters.
     """
     change = TrainableChange.between(recorded, dict(module.named_parameters()), (), ())
-    if change.created:
-        raise ConfigurationError(
-            f"A layer was created within a run, under DeepSpeed: {listed(change.created)}.",
-            "DeepSpeed's engine has flattened the trainable parameters into new tensors and would not train the layer.",
-            "build the layer in configure_model, or use strategy='ddp'.",
-        )
-    for verb, names in (("unfrozen", change.unfrozen), ("frozen", change.frozen)):
+    for verb, names in (("created", change.created), ("unfrozen", change.unfrozen), ("frozen", change.frozen)):
         if names:
             raise ConfigurationError(
                 f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",
@@ -193,16 +169,12 @@ def _check_kind(optimizer: Optimizer, declared: Sequence[Optimizer]) -> None:
     """Refuse an optimizer that may not be element-wise, since ZeRO steps parts of flat parameters."""
     kind = type(optimizer)
     reason = _REFUSAL_REASONS.get(kind)
+    if reason is None and not is_known(optimizer) and not any(other is optimizer for other in declared):
+        reason = "ZeRO flattens parameters, each rank steps a part of them, and the update may not be element-wise."
     if reason is not None:
         raise ConfigurationError(
             f"{kind.__name__} under DeepSpeed.",
             reason,
-            "use another optimizer (AdamW, SGD), or strategy='fsdp' or 'ddp'.",
-        )
-    if not is_known(optimizer) and not any(other is optimizer for other in declared):
-        raise ConfigurationError(
-            f"{kind.__name__} under DeepSpeed may not be element-wise.",
-            "ZeRO flattens parameters, and each rank steps a part of them.",
-            "use strategy='fsdp', which gives the step whole parameters, or 'ddp'. If the update of an element depends "
-            "on that element alone, return {'optimizer': optimizer, 'elementwise': True} from configure_optimizers.",
+            "use AdamW or SGD, or strategy='fsdp' or 'ddp'. If the update of an element depends on that element alone, "
+            "return {'optimizer': optimizer, 'elementwise': True} from configure_optimizers.",
         )

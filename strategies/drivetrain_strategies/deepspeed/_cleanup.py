@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -12,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from drivetrain.errors import ConfigurationError
 
 _GROUP_ATTRIBUTES = (
     "_WORLD_GROUP",
@@ -86,22 +85,11 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def _choose_accelerator(real_accelerator: Any, device: torch.device) -> None:
-    chosen = real_accelerator.get_accelerator().device_name()
-    if chosen == device.type:
-        return
     # DeepSpeed chooses its accelerator once per process. A process forked later keeps this choice, but may see other
     # devices.
-    if device.type == "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
-    elif device.type == "cuda" and "DS_ACCELERATOR" not in os.environ:
-        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
-    else:
-        raise ConfigurationError(
-            f"DeepSpeed uses the accelerator {chosen!r}, but the run uses {device}.",
-            "DeepSpeed detects its accelerator, or reads it from DS_ACCELERATOR.",
-            f"set DS_ACCELERATOR={device.type}, or choose a matching Fit(accelerator=...).",
-        )
-    real_accelerator.ds_accelerator = Accelerator()
+    if real_accelerator.get_accelerator().device_name() != device.type:
+        module = importlib.import_module(f"deepspeed.accelerator.{device.type}_accelerator")
+        real_accelerator.ds_accelerator = getattr(module, f"{device.type.upper()}_Accelerator")()
 
 
 class ModuleSnapshot:

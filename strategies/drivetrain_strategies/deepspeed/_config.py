@@ -40,9 +40,6 @@ The scale halves at each overflow and doubles after 2,000 steps without an overf
 first overflow does not change the scale, and the scale doubles after 1,000 steps.
 """
 
-SECTIONS = {"zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types"}
-"""The top-level keys whose values this module reads as dicts."""
-
 
 def combine(source: Config, *arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the user's config, completed by the strategy's arguments.
@@ -52,8 +49,8 @@ def combine(source: Config, *arguments: Mapping[str, Any]) -> dict[str, Any]:
         *arguments: the arguments, each in the form of a config.
 
     Raises:
-        ConfigurationError: the config cannot be read, has an unknown key, or contradicts an argument, an argument
-            contradicts another one, or the ZeRO stage does not support a setting.
+        ConfigurationError: the config has an unknown key, or contradicts an argument, an argument contradicts another
+            one, or the ZeRO stage does not support a setting.
     """
     config = _read(source)
     for argument in arguments:
@@ -68,40 +65,15 @@ def combine(source: Config, *arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _read(source: Config) -> dict[str, Any]:
     if source is None:
         return {}
-    if isinstance(source, Mapping):
-        config = copy.deepcopy(dict(source))
-    elif not isinstance(source, str | os.PathLike):
-        raise ConfigurationError(
-            f"config={source!r}, a {type(source).__name__}.",
-            "DeepSpeed's configuration must be a dict or the path of a JSON file.",
-            "pass a dict or a path.",
-        )
-    else:
-        path = Path(source)
-        try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"config={os.fspath(source)!r} cannot be read: {error}",
-                "config must be the path of a JSON file in DeepSpeed's format.",
-                "check the path, or pass a dict.",
-            ) from error
-        if not isinstance(config, dict):
-            raise ConfigurationError(
-                f"config={os.fspath(source)!r} holds a {type(config).__name__}.",
-                "DeepSpeed's configuration must be a JSON object.",
-                "write the settings as a JSON object, {...}.",
-            )
-    for key, value in config.items():
-        if key in SECTIONS and not isinstance(value, Mapping):
-            raise _not_a_section(key, value)
+    config = dict(source) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    for key in config:
         if key not in TOP_LEVEL_KEYS:
             raise ConfigurationError(
                 f"config: DeepSpeed has no key {key!r}.{nearest(str(key), TOP_LEVEL_KEYS)}",
                 "DeepSpeed would silently ignore this key.",
                 "correct the key, or remove it.",
             )
-    return config
+    return copy.deepcopy(config)
 
 
 def offload(target: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
@@ -127,22 +99,14 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
             "ZeRO has the stages 1, 2 and 3. Stage 0 would be plain DDP.",
             "use stage 1, 2 or 3, or strategy='ddp'.",
         )
-    for key in ("offload_param", "offload_optimizer"):
-        if not isinstance(zero.get(key) or {}, Mapping):
-            raise _not_a_section(f"zero_optimization.{key}", zero[key])
-    param = zero.get("offload_param") or {}
-    if stage < 3 and param.get("device", "none") != "none":
+    parameters, optimizer = (
+        (zero.get(key) or {}).get("device", "none") for key in ("offload_param", "offload_optimizer")
+    )
+    if stage < 3 and (parameters != "none" or optimizer == "nvme"):
         raise ConfigurationError(
-            f"offload_parameters={param['device']!r} at stage {stage}.",
-            "only stage 3 partitions parameters.",
-            "use stage=3, or offload_optimizer alone.",
-        )
-    optimizer = zero.get("offload_optimizer") or {}
-    if stage < 3 and optimizer.get("device") == "nvme":
-        raise ConfigurationError(
-            f"offload_optimizer='nvme' at stage {stage}.",
-            "DeepSpeed supports offloading to NVMe at stage 3 only.",
-            "use stage=3, or 'cpu'.",
+            f"offload_parameters={parameters!r} and offload_optimizer={optimizer!r} at stage {stage}.",
+            "only stage 3 partitions parameters, and offloads to NVMe.",
+            "use stage=3, or only offload_optimizer='cpu'.",
         )
     if zero.get("round_robin_gradients"):
         raise ConfigurationError(
@@ -253,10 +217,4 @@ def _contradiction(key: str, configured: Any, other: str) -> ConfigurationError:
         f"config: {key}={configured!r} contradicts {other}.",
         "only one of them can apply.",
         "give both the same value, or remove the key from the config, since missing keys are set from Fit.",
-    )
-
-
-def _not_a_section(key: str, value: Any) -> ConfigurationError:
-    return ConfigurationError(
-        f"config: {key}={value!r}.", f"{key} must be a section of settings.", "write the section as a dict, {...}."
     )

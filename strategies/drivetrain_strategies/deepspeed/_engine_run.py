@@ -20,7 +20,7 @@ from drivetrain_strategies._gathering import GatherOrder, check_gather_limit
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
-from drivetrain_strategies.deepspeed._error_messages import explain_different_parameters, explain_start_errors
+from drivetrain_strategies.deepspeed._error_messages import explain_compilation_errors, explain_different_parameters
 from drivetrain_strategies.deepspeed._first_weights import Partitioner, broadcast_weights
 from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, changed_start
@@ -48,7 +48,7 @@ class DeepSpeedRun:
         leaf_modules: classes of modules that stage 3 gathers as a whole.
         find_unused_parameters: the strategy's argument. None makes `GradientExchange` compare the ranks, and True makes
             stage 2 exchange gradients after backward.
-        gather_limit: size in bytes up to which gradients are gathered for hooks, and parameters after the run.
+        gather_limit: size in bytes up to which parameters are gathered after the run.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class DeepSpeedRun:
         self._frozen = FrozenWeights(module, self._stage, rounded=needs_engine and half_dtype is not None)
         if self._zero is not None:
             self._state.use_masters(self._zero)
-            self._user_hooks = UserHooks(self._zero, self._state, self._gather_limit)
+            self._user_hooks = UserHooks(self._zero, self._state)
             if self._stage == 3:
                 self._zero.gather_small_parameters()  # so that hooks find them whole before the first step, too
 
     def _partition(self, deferred: DeferredModule) -> None:
         module = self._module
-        with explain_start_errors():
+        with explain_compilation_errors():
             partitioner = Partitioner(self._config, self._precision.half_dtype, self._device, self._state)
         partitioner.partition_module(module, deferred, self._control)
         leaves: list[nn.Module] = []
@@ -144,7 +144,7 @@ class DeepSpeedRun:
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         root = StepModule(module, hides_values=True)
         self._undo.callback(forget_root, root)
-        with explain_start_errors(), changed_start():
+        with explain_compilation_errors(), changed_start():
             self._engine, *_ = self._deepspeed.initialize(
                 model=root,
                 optimizer=optimizers[0] if optimizers else None,
@@ -185,9 +185,8 @@ class DeepSpeedRun:
 
     # What user code reads and writes outside of the engine's calls
 
-    def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
-        hooks = self._user_hooks
-        return nullcontext() if hooks is None else hooks.context(name, window_is_complete)
+    def hook_context(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._user_hooks is None else self._user_hooks.context(name)
 
     def state(self) -> State:
         """Return the state of the module, with weights that hooks of the user may have written. No communication."""
@@ -222,8 +221,6 @@ class DeepSpeedRun:
         gather_order, self._gather_order = self._gather_order, None
         if self._watch is not None and step.__name__ not in self._watch.unused_in:
             call = partial(self._watch.run_step, call, step.__name__)
-        if self._user_hooks is not None and self._stage < 3 and torch.is_grad_enabled():
-            call = partial(self._user_hooks.run_step, call)
         self._within_forward = True
         try:
             if gather_order is None:
@@ -252,7 +249,7 @@ class DeepSpeedRun:
         self._has_gradients = False
         self._keep_writes_of_hooks()
         stepped = self.zero.step(max_norm)
-        if self._within_forward and self._user_hooks is not None:
+        if self._user_hooks is not None:
             self._user_hooks.after_optimizer_step()
         assert self._exchange is not None
         self._exchange.after_step()

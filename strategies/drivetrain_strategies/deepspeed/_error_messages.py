@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
-import torch
-
-from drivetrain.errors import ConfigurationError, DistributedError, DrivetrainError, listed
+from drivetrain.errors import ConfigurationError, DistributedError, listed
 from drivetrain_strategies.deepspeed._library import redirected_prints
 
 _COMPILING_MODULES = ("deepspeed.ops.op_builder.", "op_builder.", "torch.utils.cpp_extension")
@@ -22,28 +20,6 @@ DIFFERENT_PARAMETERS = (
 
 
 @contextmanager
-def explain_start_errors() -> Iterator[None]:
-    """Translate errors of DeepSpeed's start within this context.
-
-    Raises:
-        ConfigurationError: DeepSpeed could not start.
-    """
-    try:
-        yield
-    except (DrivetrainError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        _raise_if_compilation_failed(error)
-        if _modules_in_traceback(error)[-1].startswith("torch.distributed."):
-            raise  # another rank failed
-        raise ConfigurationError(
-            f"DeepSpeed refused to start: {type(error).__name__}: {error}",
-            "DeepSpeed raised this error when it read the configuration or set up its engine.",
-            "compare strategy.resolved_config, which was passed to DeepSpeed, with DeepSpeed's documentation.",
-        ) from error
-
-
-@contextmanager
 def explain_compilation_errors() -> Iterator[None]:
     """Translate errors of compiling one of DeepSpeed's extensions within this context.
 
@@ -53,22 +29,16 @@ def explain_compilation_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _raise_if_compilation_failed(error)
-        raise
-
-
-def _raise_if_compilation_failed(error: Exception) -> None:
-    text = f"{type(error).__name__}: {error}"
-    causes = (error,) if error.__cause__ is None else (error, error.__cause__)
-    if any(module.startswith(_COMPILING_MODULES) for cause in causes for module in _modules_in_traceback(cause)):
-        is_for_drive = "async_io" in text
+        causes = (error,) if error.__cause__ is None else (error, error.__cause__)
+        if not any(
+            module.startswith(_COMPILING_MODULES) for cause in causes for module in _modules_in_traceback(cause)
+        ):
+            raise
         raise ConfigurationError(
-            f"DeepSpeed could not build one of its operations. {text}",
+            f"DeepSpeed could not build one of its operations. {type(error).__name__}: {error}",
             "DeepSpeed's optimizers and its NVMe access are compiled at their first use.",
-            "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to 'cpu'."
-            if is_for_drive
-            else "install g++ and ninja, or use torch's optimizers; in a config, set 'torch_adam': true in the "
-            "optimizer's params.",
+            "install g++ and ninja, or use torch's optimizers (in a config, set 'torch_adam': true in the optimizer's "
+            "params); for NVMe, install libaio with its headers (libaio-dev), or offload to 'cpu'.",
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class GradientExchange:
         self._reached |= (reached := leaves_reached([loss]))
         reached -= self._in_leaves
         flags = torch.tensor([key in reached for key in self._names], dtype=torch.int32)
-        counts = self._control.all_reduce_async(flags).wait().tolist()
+        counts = self._control.all_reduce_async(flags)().tolist()
         differing = [
             name
             for name, count in zip(self._names.values(), counts, strict=True)
@@ -119,7 +118,7 @@ class GradientExchange:
             return
         self.close()
         self._compares_ranks = False
-        counts = self._control.all_reduce_async(self._had_gradient).wait().tolist()
+        counts = self._control.all_reduce_async(self._had_gradient)().tolist()
         unused = [name for name, count in zip(self._names.values(), counts, strict=True) if not count]
         if unused and self._control.rank == 0:
             logger.warning(
@@ -137,17 +136,12 @@ class GradientExchange:
 
 
 def _refusal(found: list[str], expected: list[str]) -> ConfigurationError:
-    changed = sorted(set(found) ^ set(expected))
-    if changed:
-        what = f"In this backward, other parameters got a gradient than before or on another rank: {listed(changed)}."
-    else:
-        one, other = next(pair for pair in zip_longest(found, expected) if pair[0] != pair[1])
-        what = f"Gradients became ready in two orders: {one!r} took the position of {other!r}."
+    changed = set(found) ^ set(expected) or {one for one, other in zip(found, expected, strict=False) if one != other}
     return ConfigurationError(
-        what,
+        f"Gradients became ready in another order than before or on another rank: {listed(sorted(changed))}.",
         "ZeRO exchanges gradients during backward, in the order in which they become ready, and ranks with different "
         "orders would add up gradients of different parameters. The order differs if the forward depends on a rank's "
-        "samples. BatchNorm, for example, computes differently for a single sample.",
+        "samples.",
         "at stage 2, set DeepSpeedStrategy(find_unused_parameters=True), which exchanges gradients in the parameters' "
         "order. At stage 3, do so only if all ranks use the same parameters; for mixtures of experts, set "
         "leaf_modules=[Experts] instead. Stage 1 and strategy='fsdp' need no setting.",

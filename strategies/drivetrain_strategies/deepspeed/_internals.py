@@ -355,34 +355,6 @@ class Zero:
         norm = norm / self.loss_scale
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
 
-    def gradient(self, part: Part) -> torch.Tensor:
-        """Return this rank's part of a gradient after `reduce`, times the loss scale. The step uses what it holds."""
-        parameter: Any = part.parameter
-        assert part.span is not None
-        if self.offloads:
-            assert part.tensor.grad is not None
-            return part.cut_from(part.tensor.grad)
-        gradient: torch.Tensor
-        if self.stage == 3:
-            gradient, _ = self.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
-            return gradient.view(-1)[: part.span.numel]
-        if part.span.numel == 0:
-            return part.local
-        gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
-        return gradient.view(-1)
-
-    def gradients_changed(self, parts: Sequence[Part]) -> None:
-        """Drop norms that were computed before this rank's parts of gradients were changed."""
-        self._norm = None
-        if not self.offloads or not parts:
-            return
-        optimizer = self.optimizer
-        norms = optimizer.norm_for_param_grads
-        for part in parts:
-            norm = torch.linalg.vector_norm(self.gradient(part), dtype=torch.float32)
-            norms[optimizer.get_param_id(part.parameter)] = norm
-        optimizer.local_overflow = not all(math.isfinite(norm) for norm in norms.values())
-
     def step(self, max_norm: float | None) -> bool:
         """Clip gradients, step, and start a new window. Return False if DeepSpeed skipped the step. Collective.
 

@@ -11,25 +11,13 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import (
     LOSS_SCALE_FLOOR,
-    DoublePrecision,
     FullPrecision,
-    HalfPrecision,
     MixedPrecision,
     Precision,
 )
 from drivetrain.strategies import MemoryAdvice
 
 _HALF_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-_KNOWN_CLASSES = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
-"""The precision classes that DeepSpeed supports, or that are refused with a specific reason."""
-
-_REFUSAL_REASONS = {
-    "64-true": "DeepSpeed's optimizers keep float32 master weights",
-    "bf16-true": "without float32 master weights, DeepSpeed needs its own offloaded optimizer, which must be compiled",
-    "16-true": "without float32 master weights, DeepSpeed needs its own offloaded optimizer, which must be compiled",
-}
-"""Why DeepSpeed refuses a precision, by the precision's name."""
 
 
 class DeepSpeedPrecision(Precision):
@@ -41,18 +29,9 @@ class DeepSpeedPrecision(Precision):
     Args:
         name: "32-true", "bf16-mixed" or "16-mixed".
         device: the device that the run computes on.
-
-    Raises:
-        ConfigurationError: DeepSpeed has no mode for the precision.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name in _REFUSAL_REASONS:
-            raise ConfigurationError(
-                f"precision={name!r} under DeepSpeed.",
-                f"{_REFUSAL_REASONS[name]}.",
-                "use '32-true', 'bf16-mixed' or '16-mixed'.",
-            )
         self.name = name
         self.half_dtype = _HALF_DTYPES.get(name)
         """The dtype of the weights that the module computes with. None if the master weights have the same dtype."""
@@ -70,11 +49,11 @@ class DeepSpeedPrecision(Precision):
         Raises:
             ConfigurationError: DeepSpeed has no equivalent.
         """
-        if type(precision) not in _KNOWN_CLASSES:
+        if type(precision) not in (Precision, FullPrecision, MixedPrecision):
             raise ConfigurationError(
                 f"precision={precision.name!r}, a {type(precision).__name__}, under DeepSpeed.",
-                "DeepSpeed's engine manages master weights, loss scale and steps, and would not call this precision's "
-                "methods.",
+                "DeepSpeed's engine manages float32 master weights, loss scale and steps, and would not call this "
+                "precision's methods.",
                 "use '32-true', 'bf16-mixed' or '16-mixed', or another strategy, such as 'fsdp'.",
             )
         return cls(precision.name, device)

@@ -1,4 +1,4 @@
-"""Lets user code read and edit gradients and weights, which ZeRO keeps apart from the module's parameters.
+"""Lets user code read and edit weights, which ZeRO keeps apart from the module's parameters.
 
 What cannot take effect is an error that names the parameter.
 """
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import cut
 from drivetrain_strategies._user_calls import (
     is_called_by_library,
     refuse_gradients_through,
@@ -23,7 +22,7 @@ from drivetrain_strategies._user_calls import (
     writes_in_place,
 )
 from drivetrain_strategies.deepspeed._internals import Zero, gathered_for_use, is_gathered
-from drivetrain_strategies.deepspeed._state import State, gather
+from drivetrain_strategies.deepspeed._state import State
 
 _VERSION = attrgetter("_version")
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -33,147 +32,88 @@ _GRADIENT = cast(Any, Tensor.grad)
 class UserHooks:
     """What hooks of the user see of a run's gradients and weights, and what they write there.
 
-    In hooks that follow a backward, ``parameter.grad`` is the whole gradient of the window, and the groups of the
-    optimizer hold the module's parameters. The step uses what a hook wrote. Weights that a hook wrote are copied to the
-    master weights before these are used.
+    In hooks that follow a backward, the groups of the optimizer hold the module's parameters, and a use of their
+    gradients is an error. Weights that a hook wrote are copied to the master weights before these are used.
 
     Args:
         zero: DeepSpeed's engine.
         state: the state of the module.
-        gather_limit: size in bytes up to which gradients are gathered.
     """
 
-    def __init__(self, zero: Zero, state: State, gather_limit: int) -> None:
+    def __init__(self, zero: Zero, state: State) -> None:
         self._zero = zero
         self._state = state
-        self._gather_limit = gather_limit
-        self._parts = list(state.trained.values())
-        self._parameters = [part.parameter for part in self._parts]
-        self._params = [(part.flat_index, part.parameter) for part in self._parts if part.flat_index is not None]
-        self._names: dict[int, Any] = {key: state.names[key] for key in state.trained}
+        parts = state.trained.values()
+        # At stage 3, parameters get and lose their memory in each forward.
+        self._watched = [] if zero.stage == 3 else [part.parameter for part in parts]
+        self._params = [(part.flat_index, part.parameter) for part in parts if part.flat_index is not None]
+        self._names = {key: state.names[key] for key in state.trained}
         self._may_have_written = False
-        self._before_step: list[int] | None = None
+        self._known = self._marks()
 
     @contextmanager
-    def context(self, name: str, window_is_complete: bool) -> Iterator[None]:
+    def context(self, name: str) -> Iterator[None]:
         """Context manager in which a hook of the user runs; see `Strategy.hook_context`."""
         self._may_have_written = True
         with ExitStack() as contexts:
             if name in _GRADIENT_HOOKS:
-                withheld = self._why_withheld(name, window_is_complete)
-                contexts.enter_context(
-                    self._shown_gradients() if withheld is None else _WholeGradients(self._names, withheld)
-                )
+                if name == "on_before_optimizer_step":
+                    self._zero.reduce()  # uses the gradients, and is part of the norm that a hook may ask for
+                contexts.enter_context(_RefusedGradients(self._names, name))
                 contexts.enter_context(self._zero.params_in_groups(self._params))
             if self._zero.stage == 3:
                 contexts.enter_context(EmptyParameters(self._state.names))
             yield
 
-    def run_step(self, step: Callable[[], Any]) -> Any:
-        """Return what a step of the user's module returns at stages 1 and 2, and note whether it wrote weights."""
-        self._before_step = self._marks()
-        output = step()
-        if self._before_step != self._marks():
-            self._may_have_written = True
-        self._before_step = None
-        return output
+    def keep_writes(self) -> None:
+        """Copy weights that user code may have written into the master weights. Does not communicate."""
+        if self._may_have_written or self._known != self._marks():
+            self._may_have_written, self._known = False, self._marks()
+            self._state.adopt_compute_weights()
 
     def after_optimizer_step(self) -> None:
-        """Accept the weights that an optimizer's step has written within a step of the user's module."""
-        self._before_step = self._marks()
+        """Accept the weights that the optimizer's step has written."""
+        self._known = self._marks()
 
     def _marks(self) -> list[int]:
         """Return numbers that change when a weight is written in place, or is given other memory."""
-        return [*map(_VERSION, self._parameters), *map(torch.Tensor.data_ptr, self._parameters)]
-
-    def keep_writes(self) -> None:
-        """Copy weights that hooks may have written into the master weights. Does not communicate."""
-        within_step = self._before_step is not None
-        if self._may_have_written or (within_step and self._before_step != self._marks()):
-            self._may_have_written = False
-            self._state.adopt_compute_weights()
-
-    def _why_withheld(self, name: str, window_is_complete: bool) -> tuple[str, str] | None:
-        """Return why the hook cannot read gradients, and the fix; None if it can."""
-        if not window_is_complete:
-            return (
-                f"ZeRO has the whole gradients only at the end of a window, and {name} runs before.",
-                "read and edit gradients in on_before_optimizer_step.",
-            )
-        other_strategy = "use strategy='fsdp', or trainer.gradient_norm for the norm of all gradients."
-        if any(map(self._zero.is_swapped, range(len(self._zero.flat_tensors())))):
-            return "the gradients are on a drive.", other_strategy
-        nbytes = sum(part.nbytes for part in self._parts)
-        if nbytes > self._gather_limit:
-            return (
-                f"the whole gradients take {nbytes:,} bytes, but gather_limit is {self._gather_limit:,}.",
-                f"set DeepSpeedStrategy(gather_limit={nbytes}), or {other_strategy}",
-            )
-        return None
-
-    @contextmanager
-    def _shown_gradients(self) -> Iterator[None]:
-        """Show whole gradients within this context, and let the step use what user code makes of them. Collective."""
-        zero = self._zero
-        zero.reduce()
-        scale = zero.loss_scale
-        gradients: dict[int, Tensor | None] = {}
-        with torch.no_grad():
-            for part in self._parts:
-                assert part.span is not None
-                whole = gather(zero.gradient(part).float(), part.shape, part.span)
-                gradients[id(part.parameter)] = whole.div_(scale).to(part.parameter.device)
-        with _WholeGradients(gradients):
-            yield
-        changed = []
-        with torch.no_grad():
-            for part in self._parts:
-                gradient, old = gradients[id(part.parameter)], zero.gradient(part)
-                if gradient is None:  # as that of a parameter that the loss does not use
-                    new = torch.zeros_like(old)
-                else:
-                    new = (cut(gradient, part.span) * scale).to(old)
-                if not torch.equal(old, new):
-                    old.copy_(new)
-                    changed.append(part)
-        zero.gradients_changed(changed)
+        return [*map(_VERSION, self._watched), *map(torch.Tensor.data_ptr, self._watched)]
 
 
-class _WholeGradients(TorchFunctionMode):
-    """Lets ``parameter.grad`` be a gradient that torch does not accept, as its shape is not that of an empty parameter.
+class _RefusedGradients(TorchFunctionMode):
+    """Makes each use of ``parameter.grad`` an error.
 
     Args:
-        gradients: the gradients by ``id`` of the parameter, which user code reads and replaces.
-        withheld: why a use of a gradient is an error, and the fix; None if it is not. ``gradients`` are names then.
+        names: names of the parameters, by the parameter's ``id``.
+        hook: name of the hook that runs within this context.
     """
 
-    def __init__(self, gradients: dict[int, Any], withheld: tuple[str, str] | None = None) -> None:
+    def __init__(self, names: Mapping[int, str], hook: str) -> None:
         super().__init__()
-        self._gradients = gradients
-        self._withheld = withheld
+        self._names = names
+        self._hook = hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = id(args[0]) if args else None
-        if key not in self._gradients or getattr(func, "__self__", None) is not _GRADIENT:
-            return func(*args, **(kwargs or {}))
-        gradient = self._gradients[key]
-        if self._withheld is not None:
-            raise ConfigurationError(f"A hook used the gradient of {gradient!r} under DeepSpeed.", *self._withheld)
-        if func.__name__ == "__get__":
-            return gradient
-        self._gradients[key] = args[1] if func.__name__ == "__set__" else None
-        return None
+        if args and id(args[0]) in self._names and getattr(func, "__self__", None) is _GRADIENT:
+            raise ConfigurationError(
+                f"{self._hook} used the gradient of {self._names[id(args[0])]!r} under DeepSpeed.",
+                "ZeRO divides the gradients among the ranks, and its step would not use one that a hook has changed.",
+                "use strategy='fsdp' or 'ddp', or read trainer.gradient_norm, the norm of all gradients.",
+            )
+        return func(*args, **(kwargs or {}))
 
 
-_ATTRIBUTES_WITHOUT_VALUES = {
+_WITHOUT_VALUES = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
     *("is_cuda", "is_nested", "is_quantized", "is_mkldnn", "names", "retains_grad", "_version", "_backward_hooks"),
     *("_post_accumulate_grad_hooks", "output_nr", "itemsize"),
-}
-_METHODS_WITHOUT_VALUES = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "get_device"),
     *("is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage"),
 }
+"""The attributes and methods of a parameter that do not depend on its values."""
+
+_OF_SHAPE = {"shape", "ndim", "numel", "nelement", "dim", "__len__", "size"}
+"""The attributes and methods of a parameter that depend on its shape alone."""
 
 
 class EmptyParameters(TorchFunctionMode):
@@ -223,20 +163,14 @@ class EmptyParameters(TorchFunctionMode):
 
     def _use(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
+        sets = name == "__set__"
         if name in ("__get__", "__set__", "__delete__"):
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if attribute in _ATTRIBUTES_WITHOUT_VALUES:
-                return func(*args, **kwargs)
-            if attribute in ("shape", "ndim") and name == "__get__":
-                return args[0].ds_shape if attribute == "shape" else len(args[0].ds_shape)
-        elif name in _METHODS_WITHOUT_VALUES:
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in _WITHOUT_VALUES:
             return func(*args, **kwargs)
-        elif name in ("numel", "nelement", "dim", "__len__", "size") and not kwargs:
-            shape = args[0].ds_shape
-            answers = {"dim": len(shape), "__len__": shape[0] if shape else 0, "size": shape}
-            answer = answers.get(name, args[0].ds_numel)
-            return answer[args[1]] if name == "size" and len(args) > 1 else answer
-        if writes_in_place(func) or name == "__set__" or "out" in kwargs or self._engine is None:
+        if name in _OF_SHAPE:
+            return func(torch.empty(args[0].ds_shape, device="meta"), *args[1:], **kwargs)
+        if sets or writes_in_place(func) or "out" in kwargs or self._engine is None:
             self._refuse([*args, *kwargs.values()])
         self._found = True
         concerned = list(filter(self._concerns, tensors_in([*args, *kwargs.values()])))

@@ -227,7 +227,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         raise add_param_group_error(optimizer)
 
     def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self._run is None else self._run.hook_context(name, window_is_complete)
+        return nullcontext() if self._run is None else self._run.hook_context(name)
 
     # During a step: backward, clipping and optimizer step
 
@@ -248,25 +248,15 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if closure is not None:
-            self._check_closure(optimizer)
+            if not is_known(optimizer):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} steps with a closure under DeepSpeed.",
+                    "DeepSpeed's engine steps the optimizer, and cannot evaluate a closure within the step.",
+                    "use strategy='fsdp' or 'ddp'.",
+                )
             closure()  # torch's element-wise optimizers evaluate it once, before anything else
         max_norm, self._max_norm = self._max_norm, None
         return self._active_run.step(max_norm)
-
-    def _check_closure(self, optimizer: Optimizer) -> None:
-        kind = type(optimizer).__name__
-        if not is_known(optimizer):
-            raise ConfigurationError(
-                f"{kind} steps with a closure under DeepSpeed.",
-                "DeepSpeed's engine steps the optimizer, and cannot evaluate a closure within the step.",
-                "use strategy='fsdp' or 'ddp'.",
-            )
-        if self.precision.name == "16-mixed":
-            raise ConfigurationError(
-                f"{kind} steps with a closure, which precision='16-mixed' does not support.",
-                "the closure's gradients are scaled, and each evaluation may overflow.",
-                "use precision='bf16-mixed' or '32-true'.",
-            )
 
     def finish_step(self) -> None:
         """Do nothing, since DeepSpeed's step updates the loss scale."""

@@ -175,7 +175,7 @@ class Gradients:
             flags = torch.zeros(len(sharded.parameters), dtype=torch.int32)
             for parameter in unused:
                 flags[parameter.position] = 1
-            counts = control.all_reduce_async(flags).wait()
+            counts = control.all_reduce_async(flags)()
             for parameter in unused:
                 if int(counts[parameter.position]) == control.world_size:
                     parameter.sharded_param.grad = None

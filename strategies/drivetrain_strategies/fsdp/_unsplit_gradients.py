@@ -72,7 +72,7 @@ class UnsplitGradients:
             return
         squares = torch.stack([self._squares(self._parameters[name]).cpu() for name in names])  # some may be offloaded
         # The shards of one parameter are on different ranks, so the squares are summed over all of them.
-        totals = self._control.all_reduce_async(squares.reshape(-1)).wait().reshape(-1, 2)
+        totals = self._control.all_reduce_async(squares.reshape(-1))().reshape(-1, 2)
         self._largest = max(self._largest, totals[:, 1].nan_to_num(posinf=0.0).max().item())
         rounding = self._largest * ROUNDING**2
         differing: dict[str, float] = {}

@@ -185,16 +185,10 @@ def test_an_error_of_every_rank_is_raised_unchanged() -> None:
     assert exited.value.code == 143
 
 
-def _with_loader(model: int, loader: object) -> None: ...
-
-
-def test_unpicklable_arguments_are_named() -> None:  # G-06
-    with pytest.raises(ConfigurationError, match=r"(?s)spawn.*the argument 'loader' \(a lock\).*Fix: ") as caught:
-        FunctionLauncher("spawn").call(_TWO, _with_loader, 1, threading.Lock())
-    assert caught.value.why
-    assert "drivetrain.testing.run_distributed(function, 2)" in caught.value.fix  # pytest runs this code
-    with pytest.raises(ConfigurationError, match=r"the function '.*<lambda>'"):
-        FunctionLauncher("forkserver").call(_TWO, lambda: None)
+def test_what_cannot_be_sent_is_refused() -> None:  # I-19
+    with pytest.raises(ConfigurationError, match=r"(?s)spawn.*lock.*Fix: ") as caught:
+        FunctionLauncher("spawn").call(_TWO, _raise, threading.Lock())
+    assert "drivetrain.testing.run_distributed(function, 2)" in caught.value.fix
 
 
 def _launch_again() -> str:
@@ -236,8 +230,7 @@ def test_a_script_may_define_what_spawned_processes_need_and_needs_a_main_guard(
         assert run.stdout.split("\n")[-2] == "[2, 2]", run.stderr
         return
     assert run.returncode != 0
-    assert "the script starts processes while it is being imported" in run.stderr
-    assert 'if __name__ == "__main__":`, put the work of the script under this line' in run.stderr
+    assert "if __name__ == '__main__':" in run.stderr  # in multiprocessing's own words
 
 
 _CONFTEST = """

@@ -74,9 +74,8 @@ _MVAPICH = variables_of("""
 _LSF = variables_of(
     """
     LSB_JOBID=99 JSM_NAMESPACE_RANK=7 JSM_NAMESPACE_SIZE=12 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6
-    OMPI_COMM_WORLD_RANK=7 OMPI_COMM_WORLD_SIZE=12
-    """,
-    LSB_MCPU_HOSTS="batch5 1 h36n04 42 h36n05 42",
+    OMPI_COMM_WORLD_RANK=7 OMPI_COMM_WORLD_SIZE=12 MASTER_ADDR=h36n04
+    """
 )
 _KUBEFLOW = variables_of("""
     KUBERNETES_PORT=tcp://10.0.0.1:443 RANK=2 WORLD_SIZE=3 MASTER_ADDR=job-master-0 MASTER_PORT=23456
@@ -199,8 +198,6 @@ def test_where_the_store_is_under_torchrun_mpi_and_lsf(tmp_path: Path) -> None:
     assert environment.main_port == 29400
     assert not TorchrunEnvironment(_TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_hosts_store
     assert not SlurmEnvironment(_SLURM).agent_hosts_store
-    with pytest.raises(ConfigurationError, match="MASTER_PORT=65536 is not a port"):  # G-06
-        _ = TorchrunEnvironment(_TORCHRUN | {"MASTER_PORT": "65536"}).main_port
     with pytest.raises(ConfigurationError, match=r"(?s)MASTER_ADDR is not set, but the 2 nodes.*mpirun -x MASTER_ADDR"):
         _ = MPIEnvironment(_without(_OPEN_MPI, "MASTER_ADDR")).main_address
     others = _OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -213,10 +210,10 @@ def test_where_the_store_is_under_torchrun_mpi_and_lsf(tmp_path: Path) -> None:
         _ = MPIEnvironment(_MVAPICH).main_port
     file = tmp_path / "ranks"
     file.write_text("launch1\n" + "node07\n" * 6 + "node08\n" * 6)
-    assert LSFEnvironment(_LSF | {"LSB_DJOB_RANKFILE": str(file)}).main_address == "node07"
-    assert LSFEnvironment(_LSF | {"LSB_MCPU_HOSTS": "node07 6 node08 6"}).main_address == "node07"  # no launch node
-    with pytest.raises(ConfigurationError, match="LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS"):
-        _ = LSFEnvironment(_without(_LSF, "LSB_MCPU_HOSTS")).main_address
+    in_lsf = _without(_LSF, "MASTER_ADDR")
+    assert LSFEnvironment(in_lsf | {"LSB_DJOB_RANKFILE": str(file)}).main_address == "node07"
+    with pytest.raises(ConfigurationError, match="LSB_DJOB_RANKFILE is not set"):
+        _ = LSFEnvironment(in_lsf).main_address
 
 
 def _without(variables: dict[str, str], missing: str) -> dict[str, str]:
@@ -236,10 +233,7 @@ def _without(variables: dict[str, str], missing: str) -> dict[str, str]:
         ("torchrun", _TORCHRUN | {"GROUP_RANK": "2"}, "node_rank=2 and num_nodes=2 contradict"),
         ("slurm", {}, "SLURM_NODEID is not set"),
         ("slurm", _without(_SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is not set"),
-        ("slurm", _SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, r"SLURM_STEP_TASKS_PER_NODE=2\(x3\),1.*cannot be right"),
-        ("slurm", _SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE=2\(x.*cannot be right"),
-        ("slurm", _SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, r"SLURM_STEP_TASKS_PER_NODE=two.*cannot be right"),
-        ("slurm", _SLURM | {"SLURM_NODEID": "4"}, r"SLURM_NODEID=4 cannot be right"),
+        ("slurm", _SLURM | {"SLURM_NODEID": "4"}, "node_rank=4 and num_nodes=4 contradict"),
         ("mpi", {}, "OMPI_COMM_WORLD_SIZE or MV2_COMM_WORLD_SIZE or PMI_SIZE is not set"),
         ("mpi", _OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "5"}, "rank 3 of 5 is number 1 of 2 on its node"),
         ("lsf", _without(_LSF, "JSM_NAMESPACE_LOCAL_RANK"), "JSM_NAMESPACE_LOCAL_RANK is not set"),
@@ -260,7 +254,7 @@ def test_plain_processes_on_several_nodes() -> None:
     for name in variables:
         with pytest.raises(ConfigurationError, match=f"num_nodes=3, but {name} is not set"):
             PlainEnvironment(_without(variables, name)).first_placement_on_node(3, 4)
-    with pytest.raises(ConfigurationError, match="NODE_RANK=2 cannot be right"):
+    with pytest.raises(ConfigurationError, match="contradict each other"):
         PlainEnvironment(variables).first_placement_on_node(2, 4)
 
 
@@ -413,10 +407,10 @@ class _Script(SubprocessLauncher):
 def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hosting: Any) -> None:  # J-05, J-06
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}: port {port} is taken") as caught:
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}: .*already in use") as caught:
             hosting(port)
         assert "MASTER_PORT" in caught.value.fix
-        with pytest.raises(ConfigurationError, match=f"port {port} is taken"):
+        with pytest.raises(ConfigurationError, match=rf":{port}: .*already in use"):
             FunctionLauncher("fork").call(Placement(port=port), int)
     _kept = hosting(port)
     assert answers(port, "127.0.0.1")
@@ -476,8 +470,8 @@ def test_a_store_admits_a_rank_once_unless_it_outlives_it_and_only_if_it_is_the_
         admit(client, NO_NAME, 1, "127.0.0.1", store.port)
     monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
     foreign = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{foreign.port}, which is not the store of this"):
-        admit(foreign, NO_NAME, 1, "127.0.0.1", foreign.port)
+    with pytest.raises(DistributedError, match=rf"no store of its job at 127\.0\.0\.1:{foreign.port}"):
+        rendezvous.connect("127.0.0.1", foreign.port, None, 1, timedelta(seconds=5))
     outliving = host("127.0.0.1", 0)
     for _ in range(2):
         admit_first(outliving, "run 3", 1, "127.0.0.1", outliving.port)
