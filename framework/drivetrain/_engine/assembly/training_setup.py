@@ -67,7 +67,7 @@ def build_training(core: RunCore) -> TrainStep:
         log=core.logger_call(),
         write_progress=core.callbacks.progress_writers(),
         lengths=data.lengths,
-        saves=checkpoints,
+        checkpoints=checkpoints,
         snapshot=core.snapshot,
         rng_replay=data.rng_replay,
         schedulers=_build_schedulers(core),
