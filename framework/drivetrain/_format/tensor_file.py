@@ -201,20 +201,20 @@ def _check_metadata(metadata: Any) -> None:
 
 def _entry(name: str, description: Any, data: int, size: int) -> Entry:
     if not isinstance(description, dict) or description.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{_shortened(name)} is described by {reprlib.repr(description)}")
+        raise ValueError(f"{reprlib.repr(name)} is described by {reprlib.repr(description)}")
     dtype, shape, offsets = description["dtype"], description["shape"], description["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{_shortened(name)} has the unknown dtype {reprlib.repr(dtype)}")
+        raise ValueError(f"{reprlib.repr(name)} has the unknown dtype {reprlib.repr(dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"{_shortened(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
+        raise ValueError(f"{reprlib.repr(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
     # A dimension of size 0 counts as 1 here, as in torch's computation of strides.
     if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MAX_COUNT:
-        raise ValueError(f"{_shortened(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
+        raise ValueError(f"{reprlib.repr(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     entry = Entry(name, DTYPES[dtype], tuple(shape), nbytes, data + offsets[0], data + offsets[1])
     if entry.end > size or entry.end - entry.begin != entry.nbytes:
         raise ValueError(
-            f"{_shortened(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}"
+            f"{reprlib.repr(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}"
         )
     return entry
 
@@ -227,19 +227,10 @@ def _check_contiguous(entries: Iterable[Entry], begin: int, size: int) -> None:
     """Reject tensors that overlap, and gaps between tensors, which the format does not allow."""
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != begin:
-            problem = (
-                "overlaps the previous tensor"
-                if entry.begin < begin
-                else f"leaves a gap of {entry.begin - begin} bytes"
-            )
-            raise ValueError(f"{_shortened(entry.name)}, which begins at byte {entry.begin}, {problem}")
+            raise ValueError(f"{reprlib.repr(entry.name)} begins at byte {entry.begin}, and not at byte {begin}")
         begin = entry.end
     if begin != size:
         raise ValueError(f"the {size - begin} bytes from {begin} on belong to no tensor")
-
-
-def _shortened(name: str) -> str:
-    return reprlib.repr(name)
 
 
 def misaligned(entries: Iterable[Entry]) -> Entry | None:

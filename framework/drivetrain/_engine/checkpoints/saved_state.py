@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -50,7 +50,6 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
 from drivetrain.checkpoint.averaged_weights import check_averages, evaluated_weights
 from drivetrain.data import DataModule
-from drivetrain.errors import CheckpointError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies.strategy import Strategy
@@ -417,7 +416,7 @@ class SavedState:
         keeps its groups, and gets those that were added during the saved run.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
-            return  # `load` reports this error
+            return  # all start anew, since `compare` has found the difference
         saved = self._read_collectively(
             checkpoint, lambda: [checkpoint.optimizer_settings(index) for index in range(len(optimizers))]
         )
@@ -447,12 +446,7 @@ class SavedState:
     def _read(self, checkpoint: CheckpointReader, anew: StartsAnew) -> _Saved:
         """Read what this rank loads, and check that it fits."""
         strategy, optimization = self._strategy, self._core.optimization
-        state, schedulers = checkpoint.state(), optimization.schedulers
-        if anew.optimizers is not None:
-            _check_count(checkpoint, "optimizer(s)", checkpoint.manifest.optimizers, optimization.optimizers)
-        start_anew = [anew.scheduler(config.scheduler, optimization.optimizers) for config in schedulers]
-        if not schedulers or not all(start_anew):
-            _check_count(checkpoint, "learning-rate scheduler(s)", state.get("schedulers") or (), schedulers)
+        state = checkpoint.state()
         weights = self._read_weights(checkpoint, checkpoint.weights())
         ranks = self._read_rank_states(checkpoint, state["data"]["world_size"])
         dtypes = {name: source.dtype for name, source in checkpoint.weights().sources().items()}
@@ -567,13 +561,3 @@ def _ignoring_errors(rehearsing: bool) -> Iterator[None]:
         if not rehearsing:
             raise
         logger.debug("A hook that saves failed in the rehearsal before training.", exc_info=True)
-
-
-def _check_count(checkpoint: CheckpointReader, kind: str, saved: Sized, configured: Sized) -> None:
-    if len(saved) != len(configured):
-        raise CheckpointError(
-            f"{checkpoint.path!r} holds the state of {len(saved)} {kind}, and configure_optimizers returned "
-            f"{len(configured)}.",
-            "the saved states are assigned to optimizers and schedulers by their order.",
-            "return as many as in the saved run, or start from the weights alone with load_from_checkpoint.",
-        )
