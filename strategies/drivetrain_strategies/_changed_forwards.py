@@ -16,7 +16,6 @@ from torch.utils.checkpoint import (
 )
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.strategies import MemoryAdvice
 from drivetrain_strategies._module_checks import refuse_absent_classes
 
 _MATRIX_PRODUCTS = (
@@ -177,8 +176,6 @@ def _with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Call
     return run
 
 
-def checkpointing_advice(strategy: type) -> MemoryAdvice:
+def checkpointing_advice(strategy: type) -> str:
     """Return the advice to set ``activation_checkpointing``, for a strategy that has this argument."""
-    return MemoryAdvice(
-        "activations", f"activation checkpointing ({strategy.__name__}(activation_checkpointing=[Block]))"
-    )
+    return f"activation checkpointing ({strategy.__name__}(activation_checkpointing=[Block]))"

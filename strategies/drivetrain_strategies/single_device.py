@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
-
-if TYPE_CHECKING:
-    from drivetrain.strategies import MemoryAdvice
 
 
 class SingleDeviceStrategy(Strategy):
@@ -58,7 +55,7 @@ class SingleDeviceStrategy(Strategy):
         module.to(self.device)
         return operator.call
 
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: nn.Module) -> Sequence[str]:
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
@@ -84,11 +81,7 @@ class OriginalDevice:
             self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
-def sharding_advice(world_size: int) -> MemoryAdvice:
+def sharding_advice(world_size: int) -> str:
     """Return the advice to use a strategy that shards the module, instead of holding the whole module on a rank."""
-    from drivetrain.strategies import MemoryAdvice  # needed only after an out-of-memory error
-
     condition = " on several devices" if world_size == 1 else ""
-    return MemoryAdvice(
-        "state", f"strategy='fsdp'{condition}: each rank holds a shard of parameters, gradients and optimizer state"
-    )
+    return f"strategy='fsdp'{condition}: each rank holds a shard of parameters, gradients and optimizer state"

@@ -76,7 +76,7 @@ class Watched(Regression):
 
 
 def _joining() -> tuple[torch.Tensor, list[Any], dict[str, float]]:
-    module, trainer = Watched(), quiet(strategy="ddp", callbacks=ReplicaCheck(1, buffers=False))
+    module, trainer = Watched(), quiet(strategy="ddp", callbacks=ReplicaCheck(1))
     trainer.fit(module, loader(17, 4))  # 17 = 4 * 4 + 1: the last micro-batch has a sample for rank 0 alone
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return weights(module.net), module.calls, {**found, "count": float(module.count), "seen": trainer.samples_seen}

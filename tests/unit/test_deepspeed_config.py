@@ -214,9 +214,9 @@ assert dict(os.environ) == before, set(os.environ) ^ set(before)
 
 def test_each_stage_advises_the_next_when_out_of_memory() -> None:  # K-02
     advice = {stage: DeepSpeedStrategy(stage).memory_advice(torch.nn.Linear(1, 1)) for stage in (1, 2, 3)}
-    first = [texts[0].text.partition(":")[0] for texts in advice.values()]
+    first = [texts[0].partition(":")[0] for texts in advice.values()]
     assert first == [f"strategy='deepspeed_stage_{stage}'" for stage in ("2", "3", "3_offload")]
-    assert "DeepSpeedStrategy(activation_checkpointing=[Block])" in advice[2][1].text
+    assert "DeepSpeedStrategy(activation_checkpointing=[Block])" in advice[2][1]
     cpu = torch.device("cpu")
     assert not DeepSpeedPrecision("bf16-mixed", cpu).memory_advice()  # "bf16-true" would be refused
-    assert "bf16-mixed" in DeepSpeedPrecision("32-true", cpu).memory_advice()[0].text
+    assert "bf16-mixed" in DeepSpeedPrecision("32-true", cpu).memory_advice()[0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
-from drivetrain._loops.step import AutomaticStep, TrainStep
+from drivetrain._loops.step import AutomaticStep
 from drivetrain._storage.paths import child
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
@@ -34,52 +34,41 @@ class ProfiledSession(Session):
     evaluations within fit open their phases themselves, through `RunCore.span`.
 
     Args:
-        request: the entry point that was called, with its arguments. Its `Fit` has a profiler. If that profiler is
-            measuring a run already, this run becomes one phase of the outer run.
+        request: the entry point that was called, with its arguments. Its `Fit` has a profiler.
         strategy: as for `Session`.
         processes: as for `Session`.
     """
-
-    _measuring: ClassVar[set[int]] = set()
-    """The ids of the profilers that are measuring a run."""
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         super().__init__(request, strategy, processes)
         self._profiler = request.trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
-        self._is_nested: bool | None = None  # None unless the run is being measured
-        self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
-        self._replace(self.core.data, "load", lambda load: partial(self._time_reading, load))
+        self._is_measured = False
+        self._replace(self.run.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
+        self._replace(self.run.data, "load", lambda load: partial(self._time_reading, load))
 
     # Beginning and ending the measurement
 
-    def _run(self) -> Any:
-        is_nested = id(self._profiler) in self._measuring
-        if is_nested:
-            self._profiler.start(self._facts.stage)
-        else:
-            self._profiler.begin(self._facts)
-            self._measuring.add(id(self._profiler))
-        self._is_nested = is_nested
-        return super()._run()
+    def _run_stage(self) -> Any:
+        self._profiler.begin(self._facts)
+        self._is_measured = True
+        return super()._run_stage()
 
     def _detach(self) -> None:
         super()._detach()
-        is_nested, self._is_nested = self._is_nested, None
-        if is_nested:
-            self._profiler.stop(self._facts.stage)
-        elif is_nested is not None:
-            self._measuring.discard(id(self._profiler))
-            for part in (self._set_folder, self._profiler.end, self._show, self._write):
-                try:
-                    part()
-                except Exception as error:  # so that an error in the profiler does not fail the run
-                    logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
+        if not self._is_measured:
+            return
+        self._is_measured = False
+        for part in (self._set_folder, self._profiler.end, self._show, self._write):
+            try:
+                part()
+            except Exception as error:  # so that an error in the profiler does not fail the run
+                logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
 
     def _show(self) -> None:
         text = self._profiler.summary() if self._facts.rank == 0 else ""
         if text:
-            self.core.trainer.print(text)
+            self.run.trainer.print(text)
 
     def _write(self) -> None:
         if self._facts.folder is not None:
@@ -88,11 +77,11 @@ class ProfiledSession(Session):
                 logger.info("The profile is in %s.", ", ".join(written))
 
     def _set_folder(self) -> None:
-        profiler, facts, trainer = self._profiler, self._facts, self.core.trainer
+        profiler, facts, trainer = self._profiler, self._facts, self.run.trainer
         facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
         facts.folder = profiler.dirpath
         if profiler.dirpath is None and not trainer.fast_dev_run:
-            run_folder = self.core.folder.path or (trainer.default_root_dir if facts.stage != "fit" else None)
+            run_folder = self.run.folder.path or (trainer.default_root_dir if facts.stage != "fit" else None)
             facts.folder = None if run_folder is None else child(run_folder, FOLDER)
 
     # Wrapping the parts of the run
@@ -100,12 +89,12 @@ class ProfiledSession(Session):
     def _time_hooks(self, collect: Callable[[], None]) -> None:
         """Collect the callbacks, and time each hook."""
         collect()
-        self.core.callbacks.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
+        self.run.callbacks.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
     def _time_reading(self, load: Callable[[], None]) -> None:
         """Load the data, and time each source of batches."""
         load()
-        data = self.core.data
+        data = self.run.data
         if data.trains:
             self._replace(data.train, "epoch", lambda epoch: lambda *args: self._read("data", epoch(*args)))
         for source in (loader.source for loaders in data.evaluation.values() for loader in loaders):
@@ -114,9 +103,9 @@ class ProfiledSession(Session):
     def _prepare(self) -> None:
         super()._prepare()
         self._set_folder()
-        if self.core.move is not None:
-            self._time_transfer(self.core.move)
-        self._time(self.core, "forward", "runner")
+        if self.run.move is not None:
+            self._time_transfer(self.run.move)
+        self._time(self.run, "forward", "runner")
 
     def _time_transfer(self, move: BatchMover) -> None:
         for name in ("_before", "_after"):
@@ -125,10 +114,11 @@ class ProfiledSession(Session):
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
-    def _prepare_training(self) -> TrainStep:
-        step = super()._prepare_training()
-        loop = self.core.loop
+    def _prepare_training(self) -> None:
+        super()._prepare_training()
+        loop = self.run.loop
         assert loop is not None
+        step = loop.step
         self._time(loop, "training", "run")
         self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
         self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
@@ -137,9 +127,8 @@ class ProfiledSession(Session):
             self._replace(step, "clip", lambda call: call and self._timed("clipping", call))
             self._time(step, "optimizer", "clip_and_step")
         else:
-            for handle in self.core.optimization.handles:
+            for handle in self.run.optimization.handles:
                 self._time(handle, "optimizer", "_step_optimizer")
-        return step
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
         """Time functions of an object."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from drivetrain._config.secret_values import without_url_passwords
@@ -171,11 +171,10 @@ class RunRecorder(RunNotes):
         parts = None if current is None else current.parts
         if current is not None and (not parts or parts[-1].get("token") != self._token):
             logger.warning(
-                "%s in %r now belongs to another run%s. This run no longer writes it, but both runs still write other "
+                "%s in %r now belongs to another run. This run no longer writes it, but both runs still write other "
                 "files to the folder.",
                 RECORD,
                 self.folder,
-                _process_hint(current.process),
             )
             self._document = None
         else:
@@ -200,7 +199,7 @@ class _Heartbeat(threading.Thread):
 
 
 def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    time, process, jobs = now(), Process.here().as_json(), [job.as_json() for job in Job.of(os.environ)]
+    time, process, jobs = now(), asdict(Process.here()), [asdict(job) for job in Job.of(os.environ)]
     part = {
         "token": os.urandom(8).hex(),
         "started": time,
@@ -230,7 +229,7 @@ def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str
         "process": process,
         "job": jobs,
         "working_directory": working_directory(),
-        "versions": _versions(),
+        "versions": versions(),
         "data": None,
         "checkpoints": checkpoints,
         "parts": [*parts, part][-_MAX_ENTRIES:],
@@ -243,17 +242,6 @@ def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> Non
     document["events"] = [*document["events"], event][-_MAX_ENTRIES:]
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions of the imported libraries."""
-    modules = {
-        name: vars(module).get("__version__")
-        for name, module in list(sys.modules.items())
-        if "." not in name and not name.startswith("_") and name not in sys.stdlib_module_names and module is not None
-    }
-    imported = {name: str(version) for name, version in modules.items() if isinstance(version, str)}
-    return {**versions(), **dict(sorted(imported.items()))}
-
-
 def _relative(path: str, folder: str) -> str:
     """Return a checkpoint's path, relative to the run's folder if the checkpoint is inside it, else absolute."""
     if "://" in path or "://" in folder:
@@ -264,7 +252,3 @@ def _relative(path: str, folder: str) -> str:
 
 def _list(value: Any) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-
-
-def _process_hint(process: Process | None) -> str:
-    return "" if process is None else f" (process {process.pid} on {process.host})"

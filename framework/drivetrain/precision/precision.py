@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from drivetrain.precision._clipping import clip_gradients
-
-if TYPE_CHECKING:
-    from drivetrain._runtime.memory_advice import MemoryAdvice
-
 
 _TRUE_PRECISION_NAMES = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 """Names of the precisions whose parameters have the compute dtype."""
@@ -195,15 +191,13 @@ class Precision:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a result of `state_dict`. The empty dict, which other precisions return, is accepted."""
 
-    def memory_advice(self) -> Sequence[MemoryAdvice]:
+    def memory_advice(self) -> Sequence[str]:
         """Return other precisions that would take less memory, for the note on an out-of-memory error."""
-        from drivetrain._runtime.memory_advice import MemoryAdvice  # imported only when memory runs out
-
         if self.compute_dtype.itemsize > 2:
-            return [MemoryAdvice("activations", "precision='bf16-mixed': activations of half the size")]
+            return ["precision='bf16-mixed': activations of half the size"]
         if self.compute_dtype in _TRUE_PRECISION_NAMES and self.param_dtype.itemsize > 2:
             other = _TRUE_PRECISION_NAMES[self.compute_dtype]
-            return [MemoryAdvice("state", f"precision={other!r}: no float32 parameters, but less exact updates")]
+            return [f"precision={other!r}: no float32 parameters, but less exact updates"]
         return []
 
     def describe(self) -> str:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from drivetrain._parameters.replaced_tensors import replace_tensors as replace_tensors
     from drivetrain._parameters.trainable import TrainableChange as TrainableChange
     from drivetrain._parameters.trainable import changed_within_window_error as changed_within_window_error
-    from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
     from drivetrain.strategies.distributed import DistributedStrategy as DistributedStrategy
@@ -58,7 +57,6 @@ _NAMES_BY_MODULE = {
     "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl"),
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),
-    "drivetrain._runtime.memory_advice": ("MemoryAdvice",),
     "drivetrain._parameters.loading_hooks": ("load_tensors",),
 }
 

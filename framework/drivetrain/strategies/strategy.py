@@ -20,9 +20,6 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 
-if TYPE_CHECKING:
-    from drivetrain._runtime.memory_advice import MemoryAdvice
-
 StepRunner = Callable[..., Any]
 """``runner(step, *args)`` calls ``step(*args)`` in the way that the strategy requires, such as within DDP's forward."""
 
@@ -204,7 +201,7 @@ class Strategy(ABC):
     def restore_module(self) -> None:
         """Turn the module back into a plain module, with whole tensors and rank 0's buffers. Collective."""
 
-    def memory_advice(self, module: torch.nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: torch.nn.Module) -> Sequence[str]:
         """Return settings, or other strategies, that would need less memory on this rank, the cheapest first.
 
         The engine calls this method after an out-of-memory error and shows the advice in the error's note. An override
@@ -212,10 +209,11 @@ class Strategy(ABC):
 
         Args:
             module: the module in training, with the strategy's wrappers.
-        """
-        from drivetrain._runtime.memory_advice import MemoryAdvice  # needed only after an out-of-memory error
 
-        return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
+        Returns:
+            What to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
+        """
+        return ["activation checkpointing (torch.utils.checkpoint around each block)"]
 
     def teardown(self) -> None:
         """Release what this strategy acquired.

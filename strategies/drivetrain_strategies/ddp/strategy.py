@@ -17,7 +17,6 @@ from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
     DistributedStrategy,
-    MemoryAdvice,
     StepRunner,
     broadcast_together,
     refuse_embedding_max_norm,
@@ -226,7 +225,7 @@ class DDPStrategy(DistributedStrategy):
             reducer.raise_explained(error, ddp)
             raise
 
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: nn.Module) -> Sequence[str]:
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:

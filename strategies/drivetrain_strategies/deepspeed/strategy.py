@@ -18,7 +18,6 @@ from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
     DistributedStrategy,
-    MemoryAdvice,
     Region,
     StepRunner,
 )
@@ -324,12 +323,12 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     # Advice after an out-of-memory error
 
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: nn.Module) -> Sequence[str]:
         if self.stage < 3:
             text = f"strategy='deepspeed_stage_{self.stage + 1}': shards more of the training state over the ranks"
         else:
             text = "strategy='deepspeed_stage_3_offload': parameters and optimizer state are kept in host memory"
-        advice = [MemoryAdvice("state", text)]
+        advice = [text]
         if not self.activation_checkpointing:
             advice.append(checkpointing_advice(type(self)))
         return advice

@@ -25,7 +25,6 @@ from drivetrain.strategies import (
     DEFAULT_TIMEOUT,
     ControlPlane,
     DistributedStrategy,
-    MemoryAdvice,
     Region,
     StepRunner,
     load_named_optimizer_state,
@@ -499,13 +498,12 @@ class FSDPStrategy(DistributedStrategy):
 
     # Advice after an out-of-memory error
 
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: nn.Module) -> Sequence[str]:
         advice = []
         if self.sharding != "full":
-            advice.append(MemoryAdvice("state", "FSDPStrategy(sharding='full')"))
+            advice.append("FSDPStrategy(sharding='full')")
         if not self.cpu_offload:
-            text = "FSDPStrategy(cpu_offload=True): parameters and optimizer state are kept in host memory"
-            advice.append(MemoryAdvice("state", text))
+            advice.append("FSDPStrategy(cpu_offload=True): parameters and optimizer state are kept in host memory")
         if not self.activation_checkpointing:
             advice.append(checkpointing_advice(type(self)))
         return advice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,8 @@ def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
     ``training_step`` may gather in every step, so it waits for the other ranks only in the first window in which it
     does.
     """
+    from lightning_utilities.core.apply_func import apply_to_collection  # importing Fit does not need it
+
     if not _is_in_later_window(run, sys._getframe(1)):
         check_collective(run, "all_gather")
     strategy = run.strategy
@@ -49,7 +52,8 @@ def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
     def gathered(value: Any) -> Any:
         return strategy.all_gather(value, sync_grads) if isinstance(value, torch.Tensor) else value
 
-    return map_tensors(_as_tensors(data, strategy.device), gathered)
+    numbers_as_tensors = partial(torch.tensor, device=strategy.device)
+    return map_tensors(apply_to_collection(data, (bool, int, float), numbers_as_tensors), gathered)
 
 
 def _is_in_later_window(run: RunCore, frame: FrameType | None) -> bool:
@@ -63,13 +67,3 @@ def _is_in_later_window(run: RunCore, frame: FrameType | None) -> bool:
         return False
     run.first_gather = run.first_gather or run.progress.window
     return run.progress.window != run.first_gather
-
-
-def _as_tensors(data: Any, device: torch.device) -> Any:
-    if isinstance(data, bool | int | float):
-        return torch.tensor(data, device=device)
-    if isinstance(data, dict):
-        return {key: _as_tensors(value, device) for key, value in data.items()}
-    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
-        return type(data)(_as_tensors(value, device) for value in data)
-    return data

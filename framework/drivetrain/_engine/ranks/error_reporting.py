@@ -70,16 +70,10 @@ def note_known_fixes(error: BaseException) -> None:
         )
 
 
-def print_peer_failure(error: RankFailedError, rank: int) -> None:
-    """Print the failure of another rank as one line if it ends this process, which has the rank ``rank``.
-
-    Only the rank that failed first prints a traceback, so that the tracebacks of the other ranks do not hide it.
-    """
-    print_in_one_line(error, f"Rank {rank} ends because another rank failed: {error.failure.one_line_summary()}")
-
-
 def print_in_one_line(error: BaseException, summary: str) -> None:
     """Make Python print ``summary`` and the error's notes instead of a traceback if ``error`` ends the process.
+
+    Only the rank that failed first prints a traceback, so that the tracebacks of the other ranks do not hide it.
 
     `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches and drops the error
     gets the previous hook back. A hook of the user is never replaced. docs/decisions/0024 gives the reasons.
