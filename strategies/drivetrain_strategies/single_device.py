@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
-from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
+from drivetrain_strategies._module_checks import refuse_device_map
 
 
 class SingleDeviceStrategy(Strategy):
@@ -46,7 +45,6 @@ class SingleDeviceStrategy(Strategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_meta(module)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
@@ -54,9 +52,6 @@ class SingleDeviceStrategy(Strategy):
         self.precision.convert_module(module)
         module.to(self.device)
         return operator.call
-
-    def memory_advice(self, module: nn.Module) -> Sequence[str]:
-        return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         self._undo.close()
@@ -79,9 +74,3 @@ class OriginalDevice:
         device = self._device
         if device is not None and device != torch.device("meta"):
             self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
-
-
-def sharding_advice(world_size: int) -> str:
-    """Return the advice to use a strategy that shards the module, instead of holding the whole module on a rank."""
-    condition = " on several devices" if world_size == 1 else ""
-    return f"strategy='fsdp'{condition}: each rank holds a shard of parameters, gradients and optimizer state"

@@ -79,7 +79,7 @@ def test_ranks_that_would_train_apart_are_refused() -> None:  # K-01
         assert "subclass drivetrain.strategies.DistributedStrategy" in unconnected
         assert f"LeavesOutTheEnvironment.control, {LOCAL_CONTROL} {rank} of 2" in left_out
         assert f"CountsForItself is rank {rank} of 1, in a process that is rank {rank} of 2" in counts
-        assert "'table' is an Embedding with max_norm=1.0, on 2 ranks" in with_max_norm
+        assert "'table' is an Embedding with max_norm=1.0, on several ranks" in with_max_norm
 
 
 def keep_a_wrapper(strategy: Any, module: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
@@ -34,36 +34,47 @@ class ProfiledSession(Session):
     evaluations within fit open their phases themselves, through `RunCore.span`.
 
     Args:
-        request: the entry point that was called, with its arguments. Its `Fit` has a profiler.
+        request: the entry point that was called, with its arguments. Its `Fit` has a profiler. If that profiler is
+            measuring a run already, this run becomes one phase of the outer run.
         strategy: as for `Session`.
         processes: as for `Session`.
     """
+
+    _measuring: ClassVar[set[int]] = set()
+    """The ids of the profilers that are measuring a run."""
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         super().__init__(request, strategy, processes)
         self._profiler = request.trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
-        self._is_measured = False
+        self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.run.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
         self._replace(self.run.data, "load", lambda load: partial(self._time_reading, load))
 
     # Beginning and ending the measurement
 
     def _run_stage(self) -> Any:
-        self._profiler.begin(self._facts)
-        self._is_measured = True
+        is_nested = id(self._profiler) in self._measuring
+        if is_nested:
+            self._profiler.start(self._facts.stage)
+        else:
+            self._profiler.begin(self._facts)
+            self._measuring.add(id(self._profiler))
+        self._is_nested = is_nested
         return super()._run_stage()
 
     def _detach(self) -> None:
         super()._detach()
-        if not self._is_measured:
-            return
-        self._is_measured = False
-        for part in (self._set_folder, self._profiler.end, self._show, self._write):
-            try:
-                part()
-            except Exception as error:  # so that an error in the profiler does not fail the run
-                logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
+        is_nested, self._is_nested = self._is_nested, None
+        if is_nested:
+            self._profiler.stop(self._facts.stage)
+        elif is_nested is not None:
+            self._measuring.discard(id(self._profiler))
+            for part in (self._set_folder, self._profiler.end, self._show, self._write):
+                try:
+                    part()
+                except Exception as error:  # so that an error in the profiler does not fail the run
+                    logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
 
     def _show(self) -> None:
         text = self._profiler.summary() if self._facts.rank == 0 else ""
@@ -108,9 +119,9 @@ class ProfiledSession(Session):
         self._time(self.run, "forward", "runner")
 
     def _time_transfer(self, move: BatchMover) -> None:
-        for name in ("_before", "_after"):
+        for name in ("before", "after"):
             self._replace(move, name, lambda calls: [self._timed("transfer", call) for call in calls])
-        self._replace(move, "_transfer", lambda call: call and self._timed("transfer", call))
+        self._replace(move, "transfer", lambda call: call and self._timed("transfer", call))
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
@@ -120,15 +131,15 @@ class ProfiledSession(Session):
         assert loop is not None
         step = loop.step
         self._time(loop, "training", "run")
-        self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
-        self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
-        self._time(step, "backward", "_backward")
+        self._time(loop.log, "logging", "flush_steps", "reduce_epoch", "flush_epoch")
+        self._replace(loop.reader, "read_epoch", lambda read: lambda *args: self._windows(read(*args)))
+        self._time(step, "backward", "run_backward")
         if isinstance(step, AutomaticStep):
             self._replace(step, "clip", lambda call: call and self._timed("clipping", call))
             self._time(step, "optimizer", "clip_and_step")
         else:
             for handle in self.run.optimization.handles:
-                self._time(handle, "optimizer", "_step_optimizer")
+                self._time(handle, "optimizer", "step_optimizer")
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
         """Time functions of an object."""

@@ -63,7 +63,8 @@ class RunRecorder(RunNotes):
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
         liveness.running_ids.add(self.id)
-        self._heartbeat = _Heartbeat(self)
+        self._has_ended = threading.Event()
+        self._heartbeat = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
         self._heartbeat.start()
 
     def __reduce__(self) -> tuple[type[RunNotes], tuple[()]]:
@@ -107,10 +108,6 @@ class RunRecorder(RunNotes):
     def note(self, kind: str, text: str, step: int) -> None:
         self._update(lambda document: _add_event(document, kind, text, step))
 
-    def beat(self) -> None:
-        """Write the record with a new heartbeat, which is the current time."""
-        self._update(lambda document: None)
-
     def end(self, status: str, why: str, step: int) -> None:
         """Record how the run ended. Passwords in URLs are not written.
 
@@ -119,7 +116,8 @@ class RunRecorder(RunNotes):
         the earlier run had made all its steps and is now marked as finished.
         """
         why = without_url_passwords(why)
-        self._heartbeat.stop()
+        self._has_ended.set()
+        self._heartbeat.join(liveness.HEARTBEAT_SECONDS)
         liveness.running_ids.discard(self.id)
         # A run that was killed after its last checkpoint has made all its steps, but is not recorded as finished.
         completes = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
@@ -138,6 +136,11 @@ class RunRecorder(RunNotes):
             document.update(status=status, why=why, ended=time)
 
         self._update(close, status=status, why=why, ended=time, to_step=step)
+
+    def _beat(self) -> None:
+        """Write the record with a new heartbeat, which is the current time, every `HEARTBEAT_SECONDS` seconds."""
+        while not self._has_ended.wait(liveness.HEARTBEAT_SECONDS):
+            self._update(lambda document: None)
 
     def _update(self, change: Callable[[dict[str, Any]], None], **part: Any) -> None:
         """Change the record and write it.
@@ -179,23 +182,6 @@ class RunRecorder(RunNotes):
             self._document = None
         else:
             write(self.folder, document)
-
-
-class _Heartbeat(threading.Thread):
-    """A thread that writes the record every `HEARTBEAT_SECONDS` seconds."""
-
-    def __init__(self, recorder: RunRecorder) -> None:
-        super().__init__(name="drivetrain-heartbeat", daemon=True)
-        self._recorder = recorder
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.wait(liveness.HEARTBEAT_SECONDS):
-            self._recorder.beat()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self.join(liveness.HEARTBEAT_SECONDS)
 
 
 def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._module.run_handle import attach, detach
 from drivetrain._parameters.module_lock import lock_module, unlock_module
-from drivetrain._runtime.console import log_once, log_to_console
+from drivetrain._runtime.console import log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain._runtime.seed import order_seed
 from drivetrain.callback import folders_of
@@ -167,8 +167,7 @@ class Session:
         if run.datamodule is not None:
             attach(run.datamodule, trainer)
         if not run.request.trial:
-            run.callbacks.configure()
-            run.module_callbacks = run.callbacks.from_module
+            run.module_callbacks = run.callbacks.configure()
         run.callbacks.collect()
         self._choose_start()
         if self._log is not None:
@@ -215,7 +214,7 @@ class Session:
         if self._resumed is not None:
             self._resumed.load()
         if not run.request.trial:
-            log_once(run.strategy.precision.describe())
+            logger.info(run.strategy.precision.describe())
 
     def _train(self, loop: TrainLoop) -> None:
         run, checkpoints, ending = self.run, self.checkpoints, self._ending
@@ -251,8 +250,8 @@ class Session:
         checkpoints.carry_out_requests()
         checkpoints.finish()
         if strategy.rank == 0 and not run.request.trial:
-            reasons = [already_ended, "nothing was left to train"] if already_ended is not None else loop.why_it_ended()
-            ending.set_reasons(reasons)
+            finished = [already_ended, "nothing was left to train"]
+            ending.set_reasons(loop.why_it_ended() if already_ended is None else finished)
 
     def _prepare_loggers(self) -> None:
         """Rewind the loggers to the step that the run resumes from, and log the hyper-parameters."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -137,12 +138,9 @@ def _start_time(pid: int) -> str:
 @cache
 def _boot_and_namespace() -> tuple[str, str]:
     """Return the machine's boot id and the pid namespace of this process."""
-    try:
+    boot = namespace = ""
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    try:
+    with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
     return boot, namespace

@@ -19,7 +19,6 @@ _TRUE_PRECISION_NAMES = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 
 _METHODS_BY_FLAG = {
     "has_forward_context": ("forward_context",),
-    "converts_batch": ("convert_batch",),
     "scales_loss": ("unscale", "update"),
 }
 """Maps an attribute to the methods that it describes. Overriding such a method sets the attribute to True."""
@@ -47,8 +46,8 @@ class Precision:
             precision.step(optimizer)
         precision.update()
 
-    The attributes describe the dtypes of the run, and which calls the loop can omit. `has_forward_context`,
-    `converts_batch` and `scales_loss` become True automatically if a subclass overrides the methods that they describe.
+    The attributes describe the dtypes of the run, and which calls the loop can omit. `has_forward_context`
+    and `scales_loss` become True automatically if a subclass overrides the methods that they describe.
 
     Pass an instance to ``Fit(precision=...)``. Alternatively, register a callable without arguments that returns an
     instance in the entry-point group ``drivetrain.precision``, and pass the name of the entry point.
@@ -71,9 +70,6 @@ class Precision:
 
     has_forward_context: bool = False
     """Whether `forward_context` has an effect. If False, the loop does not call it."""
-
-    converts_batch: bool = False
-    """Whether `convert_batch` has an effect. If False, the loop does not call it."""
 
     scales_loss: bool = False
     """Whether `unscale` and `update` have an effect, and `backward` does more than ``loss.backward()``."""

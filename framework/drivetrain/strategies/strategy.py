@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -213,7 +213,10 @@ class Strategy(ABC):
         Returns:
             What to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
         """
-        return ["activation checkpointing (torch.utils.checkpoint around each block)"]
+        return [
+            "strategy='fsdp' on several devices: each rank holds a shard of the module",
+            "activation checkpointing (torch.utils.checkpoint around each block)",
+        ]
 
     def teardown(self) -> None:
         """Release what this strategy acquired.
@@ -400,15 +403,6 @@ class Strategy(ABC):
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
         """Return the regions of one optimizer's state tensors that have the parameter's shape, by parameter name."""
         return self.model_regions()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.foreign_names import (
-                strategy_attribute_error,  # needed only for an unknown attribute
-            )
-
-            raise AttributeError(strategy_attribute_error(type(self).__name__, name))
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from torch.utils.data import TensorDataset
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, DataModule, DrivetrainError, Fit, TrainModule
-from drivetrain._runtime import console  # private: a process logs a precision once, and this one has
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.data import CombinedLoader
 from drivetrain.loggers import CSVLogger
@@ -77,10 +76,9 @@ def test_who_requested_a_stop_is_logged(tmp_path: Path) -> None:  # I-17
     assert both in ending(patient, Logs(), loader(), loader())
 
 
-def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
-    monkeypatch.setattr(console, "_LOGGED", set())
+def test_a_run_logs_its_precision(tmp_path: Path) -> None:  # L-09
     with captured_warnings(logging.INFO) as lines:
-        for precision in ("32-true", "32-true", "bf16-mixed"):
+        for precision in ("32-true", "bf16-mixed"):
             fit(tmp_path, precision=precision).fit(Tiny(), loader())
     precisions = [line.partition(":")[0] for line in lines if line.startswith("Precision")]
     assert precisions == ["Precision 32-true", "Precision bf16-mixed"]
@@ -119,7 +117,7 @@ def test_folders_are_probed_in_training_only_and_without_a_trace(tmp_path: Path)
 
 
 class Manual(Regression):
-    """Manual optimization that steps every so many batches or as the epoch ends; logs its loss and another value."""
+    """Manual optimization that steps every so many batches or as the epoch ends, and logs a value."""
 
     automatic_optimization = False
     every, factor, value, wrapped, at_end = 0, 1.0, 0.0, True, False
@@ -129,9 +127,7 @@ class Manual(Regression):
         vars(self).update(options)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        self.log("manual_loss", loss * self.factor)
+        self.manual_backward(self.loss(batch) * self.factor)
         self.log("best_so_far", self.value)
         if self.every and (batch_idx + 1) % self.every == 0:
             optimizer = self.optimizers()
@@ -159,7 +155,7 @@ class Shifted(Regression):
     [
         (Shifted(math.inf), "In epoch 0 the loss was inf after the first micro-batch, and inf after the last"),
         (Shifted(math.nan, from_step=7), "In epoch 2 "),
-        (Manual(every=1, factor=math.nan), "manual_loss was nan"),
+        (Manual(every=1, factor=math.nan), "the loss was nan"),
         (Manual(), "Manual.training_step went through epoch 0 and did not call step()"),
         pytest.param(Shifted(math.nan, 0.0), None, id="a single loss is not finite"),
         pytest.param(Manual(every=1, value=math.inf), None, id="another value is not finite"),
@@ -377,9 +373,6 @@ ERRORS: dict[str, list[Row]] = {
         Row("gradient_clip_val=1.0", "itself", "self.clip_gradients", run(BY_HAND, gradient_clip_val=1.0)),
         Row("a generator", "torch optimizers", "return an optimizer", optimized(lambda self: self.parameters())),
         Row("ByValue without", "a logged metric", "return", scheduled(ByValue, reduce_on_plateau=True)),
-        Row("False with ReduceLR", "monitored", "leave", scheduled(Plateau, reduce_on_plateau=False)),
-        Row("'strict': 'no'", "a boolean", "True or False", scheduled(ByValue, strict="no")),
-        Row("'monitor': 3", "name of a logged value", "use a name", scheduled(ByValue, monitor=3)),
         Row("'monitor': 'loss' without an", "no scheduler would", "drop 'monitor'", optimized(monitored)),
         Row("TensorDataset", "single samples", "DataLoader(", run(loaders=[TensorDataset(torch.ones(4, 2))])),
         Row("The validation loader 1", "one batch", "data set", run(loaders=[loader(), [loader(), loader(0)]])),
@@ -401,10 +394,10 @@ ERRORS: dict[str, list[Row]] = {
         Row("Watch was appended to", "looked up once", "in setup", appending_in("on_train_epoch_start")),
     ],
     FIRST: [
-        Row("shape (2, 1)", "from a scalar", "mean()", returns(lambda y: y)),
-        Row("requires no gradient", "detached", "without .detach()", returns(lambda y: y.mean().detach())),
-        Row("a float", "needs a loss", "tensor of shape ()", returns(lambda y: y.mean().item())),
-        Row("a tuple", "needs a loss", "tensor of shape ()", returns(lambda y: (y.mean(), 0))),
+        Row("shape (2, 1)", "a scalar", "mean()", returns(lambda y: y)),
+        Row("requires_grad=False", "trainable", "without .detach()", returns(lambda y: y.mean().detach())),
+        Row("a float", "the backward", "tensor of shape ()", returns(lambda y: y.mean().item())),
+        Row("a tuple", "the backward", "tensor of shape ()", returns(lambda y: (y.mean(), 0))),
         Row("'note'", "a number", "log_dict", steps(lambda self, batch: self.log("note", "good"))),
         Row("manual_backward", "engine itself runs", "automatic_optimization", steps(backward)),
     ],
@@ -424,7 +417,7 @@ WARNINGS: dict[str, list[Row]] = {
         Row("EarlyStopping(monitor='val_los')", "'val_loss'?", "the run fails", calls(EarlyStopping, "val_los")),
         Row("Checkpoint(monitor='val_los')", "'val_loss'?", "the run fails", calls(Checkpoint, monitor="val_los")),
         Row("names 'val_los'", "'val_loss'?", "the run fails", calls(Checkpoint, filename="{val_los:.2f}")),
-        Row("Net.training_step returned None", "made no step", "return loss", steps(nothing)),
+        Row("Net.training_step returned no loss", "made no step", "return loss", steps(nothing)),
         Row("'monitor': 'val_los' of Reduce", "'val_loss'?", "the run fails", scheduled(Plateau, monitor="val_los")),
     ],
     EPOCH: [

@@ -151,7 +151,7 @@ def test_unusable_modules_and_loaders_are_refused(tmp_path: Path, call: Any, par
     [
         ({"accelerator": "cuda"}, "torch sees no such device"),
         ({"accelerator": "cpu", "devices": -1}, "CPU processes are not counted"),
-        ({"accelerator": "cpu", "devices": [0, 1]}, "CPU processes have no index"),
+        ({"accelerator": "cpu", "devices": [0, 1]}, "not counted and have no index"),
         ({"accelerator": "cpu", "sync_batchnorm": True}, "needs an accelerator"),
         ({"accelerator": "cpu", "strategy": "single_device", "devices": 2}, "one replica on one device"),
         # it would silently normalise over each rank's own samples

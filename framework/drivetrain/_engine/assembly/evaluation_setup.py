@@ -57,15 +57,11 @@ def _build_loop(
         runner=run.runner,
         strategy=strategy,
         hooks=run.callbacks.hooks,
-        position=run.position,
-        metrics=run.metrics,
+        current=run.current,
+        log=run.loop_log(sends=logs),
         sources=[loader.source for loader in data.evaluation[stage]],
         get_limits=lambda: _limits(data.resize_evaluation(stage), sanity_steps),
         move=_safe_mover(run, stage),
-        lengths=data.lengths,
-        log=run.logger_call() if logs else None,
-        write_progress=run.callbacks.progress_writers(),
-        report_every=run.trainer.log_every_n_steps,
         sync_buffers=(
             partial(strategy.sync_buffers, run.module) if run.buffers is None else run.buffers.take_from_rank_0
         ),

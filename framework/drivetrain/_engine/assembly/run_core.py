@@ -16,6 +16,7 @@ from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import is_overridden
+from drivetrain._loops.loop_log import LoopLog
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
@@ -112,15 +113,14 @@ class RunCore(RunState):
         from_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
         return self.secrets.take_out({**from_data, **logged_hyper_parameters(self.module)}, warn)[0]
 
-    def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
-        """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
-        if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
-            return None
-        if self.span is nullcontext:
-            return self.trainer.log_metrics
+    def loop_log(self, sends: bool = True) -> LoopLog:
+        """Return the log of a loop. Only rank 0 sends values to the loggers, and not if ``sends`` is False."""
+        trainer, send = self.trainer, None
+        if sends and trainer.loggers and self.strategy.rank == 0:
+            send = trainer.log_metrics if self.span is nullcontext else self._send_in_phase
+        every = max(0, trainer.log_every_n_steps)
+        return LoopLog(self.metrics, self.data.lengths, send, self.callbacks.progress_writers(), every)
 
-        def log_in_phase(values: Mapping[str, torch.Tensor | float]) -> None:
-            with self.span("loggers"):
-                self.trainer.log_metrics(values)
-
-        return log_in_phase
+    def _send_in_phase(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        with self.span("loggers"):
+            self.trainer.log_metrics(values)

@@ -52,20 +52,14 @@ def build_training(run: RunCore) -> None:
         step=step,
         reader=_build_reader(run),
         hooks=run.callbacks.hooks,
-        control=strategy.control,
         progress=run.progress,
-        position=run.position,
+        current=run.current,
         stop=run.stop,
         max_epochs=trainer.max_epochs,
         max_steps=trainer.max_steps,
-        log_every=max(0, trainer.log_every_n_steps),
-        metrics=metrics,
-        log=run.logger_call(),
-        write_progress=run.callbacks.progress_writers(),
-        lengths=data.lengths,
+        log=run.loop_log(),
         checkpoints=checkpoints,
         snapshot=run.snapshot,
-        rng_replay=data.rng_replay,
         schedulers=_build_schedulers(run),
         validation=ValidationPlan(
             validate,
@@ -75,10 +69,9 @@ def build_training(run: RunCore) -> None:
             run.progress,
             run.stop,
             metrics,
-            warns=strategy.control.rank == 0,
             reloads=data.reload is not None,
         ),
-        checks=EpochChecks(step, metrics, run.progress, strategy.rank == 0, partial(warn_of_unlogged_monitors, run)),
+        checks=EpochChecks(step, run.progress, strategy.rank == 0, partial(warn_of_unlogged_monitors, run)),
         reload=data.reload,
         apply_trainable_changes=partial(_apply_trainable_changes, run),
         resize=partial(data.resize_training, run.progress),
@@ -107,10 +100,12 @@ def _warn_if_never_validates(run: RunCore) -> None:
 
 
 def _build_reader(run: RunCore) -> EpochReader:
-    module, data = run.module, run.data
+    module, data, trainer = run.module, run.data, run.trainer
     is_weighed = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
-    reader = EpochReader(
-        run.trainer,
+    return EpochReader(
+        data.training,
+        lambda: trainer.accumulate_grad_batches,
+        bool(trainer.overfit_batches),
         run.strategy,
         module.batch_weight if is_weighed else None,
         run.move,
@@ -119,8 +114,6 @@ def _build_reader(run: RunCore) -> EpochReader:
         lengths=data.lengths,
         origin_of=data.epoch_position.origin,
     )
-    reader.use(data.training)
-    return reader
 
 
 def _pass_over_data(run: RunCore) -> None:

@@ -30,11 +30,11 @@ def check_collective(run: RunCore, kind: str) -> None:
     Raises:
         DistributedError: ranks did not reach the call in time, or reached another call. The error names them.
     """
-    control, progress, position = run.strategy.control, run.progress, run.position
+    control, progress, current = run.strategy.control, run.progress, run.current
     if control.world_size > 1:
-        place = "between loops" if position.loop is None else f"{position.loop} batch {position.current_batch}"
+        place = "between loops" if current.loop is None else f"{current.loop} batch {current.batch_idx}"
         purpose = f"{kind} ({place}, epoch {progress.epoch}, global step {progress.global_step})"
-        control.monitored_barrier(purpose, timeout=None if position.loop in _APART else _ARRIVAL_TIMEOUT)
+        control.monitored_barrier(purpose, timeout=None if current.loop in _APART else _ARRIVAL_TIMEOUT)
 
 
 def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
@@ -58,7 +58,7 @@ def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
 
 def _is_in_later_window(run: RunCore, frame: FrameType | None) -> bool:
     """Return whether ``training_step`` runs in ``frame``, and a window has closed since it first called."""
-    if run.position.loop != "training":
+    if run.current.loop != "training":
         return False
     step = getattr(run.module.training_step, "__code__", None)
     while frame is not None and frame.f_code is not step:
