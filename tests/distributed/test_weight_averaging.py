@@ -486,7 +486,7 @@ def test_stochastic_averaging_in_manual_optimization_and_from_a_fraction_of_the_
     ],
 )
 def test_a_wrong_argument_of_stochastic_averaging_is_refused_by_name(name: str, value: Any) -> None:  # L-01
-    with pytest.raises(ConfigurationError, match=rf"StochasticWeightAveraging\({name}="):
+    with pytest.raises(ConfigurationError, match=rf"StochasticWeightAveraging\(.*{name}="):
         StochasticWeightAveraging(**{"swa_lrs": 0.1, name: value})
 
 
@@ -494,8 +494,7 @@ def test_a_wrong_argument_of_stochastic_averaging_is_refused_by_name(name: str, 
     ("module", "arguments", "settings", "words"),
     [
         (Stochastic(), (0.1,), {"max_epochs": None, "max_steps": 3}, "a fraction of max_epochs"),
-        (Stochastic(), (0.1, 7), {"max_epochs": 6}, "nothing is averaged"),
-        (Stochastic(), ([0.1], 1), {"max_epochs": 1}, r"the optimizers have 2 group\(s\)"),
+        (Stochastic(), ([0.1], 1), {"max_epochs": 1}, "the optimizers have 2 parameter groups"),
         (Manual(normed=True), ([0.1, 0.1],), {"max_epochs": 5}, "batch normalization and uses manual optimization"),
     ],
 )
