@@ -2,9 +2,8 @@
 
 Common mistake: watching only the loss. For two equal inputs the square root is taken at 0, where its slope is infinite.
 `torch.where` masks the result too late: the gradient is NaN although the loss is finite. After that step all weights
-are NaN, but the mask turns the NaN distances into 0, so the loss stays finite. First find the step with
-`NonFiniteGuard(check_gradients=True)`, which is cheap. Then find the operation with `Fit(detect_anomaly=True)`, which
-is slow.
+are NaN, but the mask turns the NaN distances into 0, so the loss stays finite. `NonFiniteGuard`, which is cheap, checks
+losses alone. Find the batch and the operation with `Fit(detect_anomaly=True)`, which is slow.
 """
 
 import torch
@@ -55,9 +54,8 @@ def train(root, **options) -> None:
 
 
 def main() -> None:
-    train(masked_too_late)  # finite loss, NaN weights
-    train(masked_too_late, callbacks=NonFiniteGuard(check_gradients=True))  # names the batch: 12
-    train(masked_too_late, detect_anomaly=True)  # names the operation: SqrtBackward0
+    train(masked_too_late, callbacks=NonFiniteGuard())  # finite loss, NaN weights
+    train(masked_too_late, detect_anomaly=True)  # names the batch, 12, and the operation, SqrtBackward0
     train(masked_in_time)
 
 

@@ -64,19 +64,19 @@ class Progress:
 
 
 class WeightedBatch(Protocol):
-    """Training's micro-batch, as far as `Position` reads it."""
+    """Training's micro-batch, as far as `CurrentBatch` reads it."""
 
     weight: float
     closes: bool
 
 
 @dataclass(slots=True)
-class Position:
+class CurrentBatch:
     """The running loop and the batch that it processes. After a failure, the attributes still name the failed batch."""
 
     loop: str | None = None
     """"training", "evaluation" or "prediction"; None between loops."""
-    current_batch: int = 0
+    batch_idx: int = 0
     """The index of the current micro-batch. `Progress.batch_idx` counts those that were trained on."""
     micro_batch: WeightedBatch | None = None
     """Training's current micro-batch; None between epochs."""
@@ -95,13 +95,13 @@ class Position:
 
     def enter(self, loop: str) -> tuple[str | None, int]:
         """Set the running loop, at batch 0; return the previous loop and batch, to be passed to `leave`."""
-        previous = self.loop, self.current_batch
-        self.loop, self.current_batch = loop, 0
+        previous = self.loop, self.batch_idx
+        self.loop, self.batch_idx = loop, 0
         return previous
 
     def leave(self, previous: tuple[str | None, int]) -> None:
         """Restore the loop and batch that `enter` returned."""
-        self.loop, self.current_batch = previous
+        self.loop, self.batch_idx = previous
 
 
 @dataclass(slots=True)
@@ -116,8 +116,8 @@ class SchedulerConfig:
         name: the name under which `LearningRateMonitor` logs the rate; None for a default name.
         strict: whether an error is raised if ``monitor`` was not logged. Otherwise the step is skipped, with a warning
             the first time.
-        reduce_on_plateau: whether the scheduler's ``step`` takes the monitored value, as that of `ReduceLROnPlateau`
-            does.
+        reduce_on_plateau: whether the scheduler's ``step`` takes the monitored value; None for whether it is a
+            `ReduceLROnPlateau`.
     """
 
     scheduler: Any
@@ -126,10 +126,11 @@ class SchedulerConfig:
     monitor: str | None = None
     name: str | None = None
     strict: bool = True
-    reduce_on_plateau: bool = False
+    reduce_on_plateau: bool | None = None
 
     def __post_init__(self) -> None:
-        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.reduce_on_plateau is None:
+            self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class ManualOptimization(Protocol):
     def toggle(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients."""
 
-    def untoggle(self, optimizer: Any) -> None:
+    def untoggle(self) -> None:
         """Restore ``requires_grad`` of all parameters to the values from before `toggle`."""
 
 
@@ -241,7 +242,7 @@ class RunState:
         strategy: the strategy, which decides where and how the module runs.
         metrics: the values that the module and the callbacks log.
         progress: the counters that a checkpoint stores.
-        position: the loop and the micro-batch being processed.
+        current: the loop and the micro-batch being processed.
         sanity_checking: whether the sanity check before training is running.
         validating: whether a fit is validating, outside its sanity check.
         data: the loaders, once they are built.
@@ -266,7 +267,7 @@ class RunState:
     strategy: Strategy | None = None
     metrics: MetricStore = field(default_factory=lambda: MetricStore(nn.Module()))
     progress: Progress = field(default_factory=Progress)
-    position: Position = field(default_factory=Position)
+    current: CurrentBatch = field(default_factory=CurrentBatch)
     sanity_checking: bool = False
     validating: bool = False
     data: StageLoaders = field(default_factory=StageLoaders)

@@ -279,9 +279,6 @@ class Trials(Protocol):
     loaders: Any
     """The loaders passed to the call; None if the module or the data module provides them."""
 
-    ckpt_path: str | None
-    """The checkpoint passed to the call, or None."""
-
     is_dry_run: bool
     """Whether ``fast_dev_run`` is on."""
 

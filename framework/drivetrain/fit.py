@@ -13,12 +13,12 @@ from drivetrain._config.argument_checks import check_arguments
 from drivetrain._config.precedence import resolved_settings
 from drivetrain._engine.assembly.defaults import default_callbacks, default_loggers, resolve_profiler
 from drivetrain._engine.checkpoints.components import check_allow
-from drivetrain._engine.ranks.launch import launch
+from drivetrain._engine.ranks.run_entry_point import run_entry_point
 from drivetrain._engine.ranks.seeding import built_unseeded
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._module.run_handle import is_attached
 from drivetrain._run_state import RunState
-from drivetrain._runs import CKPT_PATH_KEYWORDS
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
@@ -354,7 +354,7 @@ class Fit(RunContext):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
                 run_before_launch_hooks(request)
-            return launch(request)
+            return run_entry_point(request)
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - `shortened` returns the same error
 

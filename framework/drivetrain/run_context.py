@@ -121,8 +121,8 @@ class RunContext(FitArguments):
         run, length = self.run_state, self.run_state.data.train_length
         if length is None:
             return False
-        if run.position.loop == "training" and run.metrics.batch is not None:
-            return run.position.current_batch + 1 == length
+        if run.current.loop == "training" and run.metrics.batch is not None:
+            return run.current.batch_idx + 1 == length
         epoch_has_ended = run.progress.batch_idx == 0 and run.progress.epoch > 0  # the next epoch has not begun yet
         return epoch_has_ended or run.progress.batch_idx == length
 
@@ -149,7 +149,7 @@ class RunContext(FitArguments):
         None outside prediction, and None if samples have no indices: in iterable data sets, in loaders that do not
         batch automatically or that override ``__iter__``, and in several combined loaders.
         """
-        return self.run_state.position.indices
+        return self.run_state.current.indices
 
     @property
     def micro_batch_weight(self) -> float:
@@ -159,7 +159,7 @@ class RunContext(FitArguments):
         of samples. The weight is 0 on a joining rank. Manual optimization does not apply weights, and this property is
         then always the number of samples.
         """
-        return self.run_state.position.weight
+        return self.run_state.current.weight
 
     # Data
 
@@ -362,11 +362,6 @@ class RunContext(FitArguments):
     def progress_bar_values(self) -> dict[str, torch.Tensor]:
         """The values of `progress_bar_metrics` as tensors on their devices. Reading this property does not wait."""
         return self.run_state.metrics.progress_bar_metrics()
-
-    @property
-    def evaluation_so_far(self) -> Mapping[str, torch.Tensor]:
-        """Running means, on this rank, of the values that the current evaluation has logged with ``prog_bar=True``."""
-        return self.run_state.metrics.evaluation_so_far()
 
     loggers: list[Logger]
     """The loggers, to all of which values are sent."""

@@ -9,41 +9,34 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.strategies import MemoryAdvice
 from drivetrain_strategies._module_checks import refuse_absent_classes
 
-_MATRIX_PRODUCTS = (
+_MATRIX_PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
     torch.ops.aten.convolution.default,
-)
-_ATTENTION = (
+]
+_ATTENTION = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
+]
 
-POLICIES: dict[str, tuple[Any, ...] | None] = {
+POLICIES: dict[str, list[Any] | None] = {
     "full": None,
-    "save_matmuls": (*_MATRIX_PRODUCTS, *_ATTENTION),
+    "save_matmuls": [*_MATRIX_PRODUCTS, *_ATTENTION],
     "save_attention": _ATTENTION,
 }
 """The operators whose results each policy saves. Results of other operators are recomputed in backward.
 
 The policy "full" (None) saves only the block's inputs.
 """
-
-Policy = str | Callable[..., CheckpointPolicy]
 
 
 class ForwardSwap:
@@ -101,30 +94,26 @@ class Checkpointing:
     """Wraps a forward in non-reentrant activation checkpointing.
 
     Args:
-        policy: a name of `POLICIES`, or a policy function for `create_selective_checkpoint_contexts`.
+        policy: a name of `POLICIES`.
 
     Raises:
         ConfigurationError: the name is unknown. The error lists the known names.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        if isinstance(policy, str) and policy not in POLICIES:
+    def __init__(self, policy: str) -> None:
+        if policy not in POLICIES:
             raise ConfigurationError(
                 f"activation_policy={policy!r}.{nearest(policy, POLICIES)}",
                 "the policy selects which results are saved for backward.",
-                f"use one of {', '.join(POLICIES)}, or a function (context, operator, *args) -> CheckpointPolicy.",
+                f"use one of {', '.join(POLICIES)}.",
             )
-        self._policy = policy
-        self.disables_cast_cache = policy != "full"
-        """Whether autocast's cache of weight casts is disabled within checkpointed blocks."""
+        self._saved_operators = POLICIES[policy]
 
     def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        policy = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy
         options: dict[str, Any] = {"use_reentrant": False}
         region = forward
-        if policy is not None:
-            saved_operators = list(policy) if isinstance(policy, tuple) else policy
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, saved_operators)
+        if self._saved_operators is not None:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, self._saved_operators)
             region = _without_cast_cache(forward)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -177,8 +166,6 @@ def _with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Call
     return run
 
 
-def checkpointing_advice(strategy: type) -> MemoryAdvice:
+def checkpointing_advice(strategy: type) -> str:
     """Return the advice to set ``activation_checkpointing``, for a strategy that has this argument."""
-    return MemoryAdvice(
-        "activations", f"activation checkpointing ({strategy.__name__}(activation_checkpointing=[Block]))"
-    )
+    return f"activation checkpointing ({strategy.__name__}(activation_checkpointing=[Block]))"

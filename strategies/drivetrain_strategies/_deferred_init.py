@@ -397,13 +397,13 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
     Tensors are found in lists, dicts and objects too, at any depth.
 
     Raises:
-        ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown, or it is in a
-            place that cannot be changed, such as a tuple.
+        ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown, or it cannot be
+            replaced. The error names it.
     """
     named = dict(module.named_parameters())
     parameters = [MetaTensor(name, parameter.data, []) for name, parameter in named.items() if parameter.is_meta]
     others: dict[int, MetaTensor] = {}
-    fixed_names: list[str] = []
+    problems: list[str] = []
     seen = set(map(id, module.modules()))
     registered = set(map(id, named.values()))
 
@@ -412,7 +412,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
             if not value.is_meta or id(value) in registered:
                 return
             if isinstance(store, tuple) or isinstance(value, nn.Parameter):
-                fixed_names.append(name)
+                problems.append(f"{name!r} is in a tuple, or a parameter that no module has registered")
             else:
                 others.setdefault(id(value), MetaTensor(name, value.data, [])).slots.append((store, key))
         elif id(value) not in seen and _may_hold_tensors(value):
@@ -433,33 +433,21 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
                 # Only what was recorded can be below attributes. Without a recording, a long search is of no use.
                 if recording is not None or isinstance(value, torch.Tensor):
                     search(f"{prefix}{key}", value, store, key)
-    if fixed_names:
-        raise ConfigurationError(
-            f"{len(fixed_names)} tensor(s) that configure_model built have no storage and cannot be initialised: "
-            f"{', '.join(fixed_names[:10])}.",
-            "to save memory, configure_model runs on the meta device, and its tensors are replaced by tensors with "
-            "values afterwards. In a tuple, or as a parameter that no module has registered, they cannot be replaced.",
-            "register these tensors as buffers or parameters, or put them in a list, or pass meta=False to the "
-            "strategy.",
-        )
-    name_by_storage = {_storage_key(parameter.tensor): parameter.name for parameter in parameters}
-    for other in others.values():
-        shared = name_by_storage.get(_storage_key(other.tensor))
-        if shared is not None:
-            raise ConfigurationError(
-                f"{other.name!r}, which configure_model built, shares the memory of the parameter {shared!r}.",
-                "the strategy shards the parameter, so this tensor would keep the parameter's first values.",
-                "compute it from the parameter where it is used, for example in a property.",
-            )
     meta_tensors = [*parameters, *others.values()]
-    known_keys = set() if recording is None or not meta_tensors else recording.storages()
-    unknown_names = [one.name for one in meta_tensors if _storage_key(one.tensor) not in known_keys]
-    if unknown_names:
+    name_by_storage = {_storage_key(parameter.tensor): parameter.name for parameter in parameters}
+    recorded = set() if recording is None or not meta_tensors else recording.storages()
+    for one in meta_tensors:
+        key = _storage_key(one.tensor)
+        if one.slots and key in name_by_storage:
+            problems.append(f"{one.name!r} shares the memory of {name_by_storage[key]!r}, which gets other storage")
+        elif key not in recorded:
+            problems.append(f"{one.name!r} was not built in configure_model")
+    if problems:
         raise ConfigurationError(
-            f"{len(unknown_names)} tensor(s) have no storage and no known initialisation: "
-            f"{', '.join(unknown_names[:10])}.",
-            "initialisation is recorded only for modules that configure_model builds.",
-            "build these modules in configure_model.",
+            f"Tensors on the meta device cannot be initialised: {'; '.join(problems[:10])}.",
+            "to save memory, configure_model runs on the meta device, and the tensors that it builds get their values "
+            "afterwards.",
+            "build them in configure_model, as buffers or parameters or in lists, or pass meta=False to the strategy.",
         )
     return meta_tensors
 

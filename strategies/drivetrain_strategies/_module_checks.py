@@ -15,27 +15,25 @@ def refuse_device_map(module: nn.Module) -> None:
     """Refuse a module that is already spread over devices.
 
     Raises:
-        ConfigurationError: names the submodule or the devices.
+        ConfigurationError: names the submodules that have a device_map, or a parameter on each device.
     """
-    for name, child in module.named_modules():
-        if getattr(child, "hf_device_map", None):
-            raise ConfigurationError(
-                f"{name or type(child).__name__!r} was loaded with a device_map: {child.hf_device_map}.",
-                "hooks pin the layers to devices, and a strategy cannot undo these hooks.",
-                "load the module without device_map, and leave placement to the strategy.",
-            )
+    spread = [
+        f"{name or type(child).__name__!r} was loaded with a device_map"
+        for name, child in module.named_modules()
+        if getattr(child, "hf_device_map", None)
+    ]
     name_by_device: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):  # tensor parallelism has placed the parameter on the run's devices
-            continue
-        name_by_device.setdefault(parameter.device, name)
-    name_by_device.pop(torch.device("meta"), None)
+        # Tensor parallelism has placed DTensors on the run's devices.
+        if not (parameter.is_meta or isinstance(parameter, DTensor)):
+            name_by_device.setdefault(parameter.device, name)
     if len(name_by_device) > 1:
-        examples = ", ".join(f"{name!r} on {device}" for device, name in name_by_device.items())
+        spread += [f"{name!r} is on {device}" for device, name in name_by_device.items()]
+    if spread:
         raise ConfigurationError(
-            f"The module is on {len(name_by_device)} devices: {examples}.",
-            "a strategy needs the whole module on one device before placing it.",
-            "move the module to one device (module.to('cpu')) and leave placement to the strategy.",
+            f"The module is spread over devices: {', '.join(spread)}.",
+            "a strategy needs the whole module on one device before placing it, without the hooks of a device_map.",
+            "load the module without device_map, or move it to one device (module.to('cpu')).",
         )
 
 
@@ -54,50 +52,25 @@ def refuse_sparse_embeddings(module: nn.Module, reason: str) -> None:
             )
 
 
-def refuse_meta(module: nn.Module) -> None:
-    """Refuse parameters on the meta device for a strategy that does not initialise meta parameters.
-
-    Raises:
-        ConfigurationError: names the parameters.
-    """
-    names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if names:
-        raise ConfigurationError(
-            f"{len(names)} parameter(s) are on the meta device: {', '.join(map(repr, names[:10]))}"
-            f"{', ...' if len(names) > 10 else ''}.",
-            "meta parameters have no values, and this strategy does not initialise them.",
-            "build the layers without torch.device('meta'), or call module.to_empty and initialise the parameters.",
-        )
-
-
-def refuse_absent_classes(
-    module: nn.Module,
-    classes: Sequence[type[nn.Module]],
-    argument: str,
-    includes_module: bool = True,
-    fix: str = "name one of these classes.",
-) -> None:
+def refuse_absent_classes(module: nn.Module, classes: Sequence[type[nn.Module]], argument: str) -> None:
     """Refuse an argument that names classes of modules which do not occur in the module.
 
     Args:
         module: the module that is searched.
         classes: the classes that the argument names.
         argument: name of the argument.
-        includes_module: whether ``module`` itself may be meant, besides the modules in it.
-        fix: the fix in the error.
 
     Raises:
         ConfigurationError: names the argument and the class, and lists the classes in ``module``.
     """
-    children = [child for child in module.modules() if child is not module]
-    class_names = {type(child).__name__ for child in children}
+    class_names = {type(child).__name__ for child in module.modules()}
     for wanted in classes:
-        if not any(isinstance(child, wanted) for child in ([module, *children] if includes_module else children)):
+        if not any(isinstance(child, wanted) for child in module.modules()):
             raise ConfigurationError(
                 f"{argument}: no module of class {wanted.__name__} is in {type(module).__name__}."
                 f"{nearest(wanted.__name__, class_names)}",
                 f"the module has only these classes: {', '.join(sorted(class_names))}.",
-                fix,
+                "name one of these classes.",
             )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -15,10 +14,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
-from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
-
-if TYPE_CHECKING:
-    from drivetrain.strategies import MemoryAdvice
+from drivetrain_strategies._module_checks import refuse_device_map
 
 
 class SingleDeviceStrategy(Strategy):
@@ -49,7 +45,6 @@ class SingleDeviceStrategy(Strategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_meta(module)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
@@ -57,9 +52,6 @@ class SingleDeviceStrategy(Strategy):
         self.precision.convert_module(module)
         module.to(self.device)
         return operator.call
-
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         self._undo.close()
@@ -82,13 +74,3 @@ class OriginalDevice:
         device = self._device
         if device is not None and device != torch.device("meta"):
             self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
-
-
-def sharding_advice(world_size: int) -> MemoryAdvice:
-    """Return the advice to use a strategy that shards the module, instead of holding the whole module on a rank."""
-    from drivetrain.strategies import MemoryAdvice  # needed only after an out-of-memory error
-
-    condition = " on several devices" if world_size == 1 else ""
-    return MemoryAdvice(
-        "state", f"strategy='fsdp'{condition}: each rank holds a shard of parameters, gradients and optimizer state"
-    )

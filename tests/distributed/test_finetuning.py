@@ -55,7 +55,7 @@ class Net(TrainModule):
         return nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
 
     def configure_optimizers(self) -> Any:
-        trained = [(name, one) for name, one in self.named_parameters() if self.all_at_once or one.requires_grad]
+        trained = [one for one in self.parameters() if self.all_at_once or one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
 
@@ -73,7 +73,7 @@ def by_hand() -> tuple[dict[str, Tensor], list[list[float]]]:
         if epoch == AT:
             model.backbone.requires_grad_(True)
             rate = 0.1 * head
-            optimizer.add_param_group({"params": list(model.backbone.named_parameters()), "lr": rate})
+            optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": rate})
         elif epoch > AT:
             rate = min(4 * rate, head)
             optimizer.param_groups[1]["lr"] = rate
@@ -186,15 +186,13 @@ class Gradual(BaseFinetuning):
         pytest.param(lambda: BackboneFinetuning(1, train_bn=False), [0.05, 0.04], id="backbone"),
     ],
 )
-def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(make: Any, rates: Any, tmp_path: Path) -> None:
+def test_a_schedule_resumes_in_one_process_with_its_groups(make: Any, rates: Any, tmp_path: Path) -> None:
     module, resumed = Net(norm=True), Net(norm=True)
     fit = fitted(module, [make()], tmp_path)
     again = fitted(resumed, [make()], tmp_path, "epoch=1-step=6")
     groups = fit.optimizers[0].param_groups
-    assert groups[0]["param_names"] == ["head.weight", "head.bias"]
-    assert groups[-1]["param_names"][:2] == ["backbone.0.weight", "backbone.0.bias"]
     assert [group["lr"] for group in groups] == pytest.approx(rates)
-    assert [one["param_names"] for one in again.optimizers[0].param_groups] == [one["param_names"] for one in groups]
+    assert [len(one["params"]) for one in again.optimizers[0].param_groups] == [len(one["params"]) for one in groups]
     assert_close_states(resumed.state_dict(), module.state_dict(), atol=0, rtol=0)
 
 

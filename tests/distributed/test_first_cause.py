@@ -27,7 +27,7 @@ class OnAll(Model):
         return super().training_step(batch, batch_idx)
 
 if CASE in ("alike", "each"):
-    quiet(strategy="ddp", devices=2, default_root_dir="run").fit(OnAll(), loader(64, 4))
+    quiet(strategy="ddp", devices=2, default_root_dir="run", enable_checkpointing=True).fit(OnAll(), loader(64, 4))
 settings = dict(strategy="ddp", devices=2, accumulate_grad_batches=2, limit_val_batches=0)
 settings["launcher"] = "fork" if CASE == "fork" else "auto"
 quiet(**settings, default_root_dir="undisturbed").fit(Model(), loader(64, 4))
@@ -37,10 +37,12 @@ if RANK == 1 and CASE == "leaves before fit":
     sys.exit()
 began = time.time()
 try:
-    quiet(**settings, default_root_dir="run", max_epochs=2).fit(OnOneRank(), loader(64, 4))
+    run = quiet(**settings, default_root_dir="run", max_epochs=2, enable_checkpointing=True)
+    run.fit(OnOneRank(), loader(64, 4))
 finally:
     say("took", round(time.time() - began, 1))
 """
+_LOGS = "run/drivetrain_logs/version_0/logs"
 _WHERE = "Where: rank 1, epoch 1, global step 5, batch index 3"
 
 _ENDS = {
@@ -70,7 +72,7 @@ def test_the_first_cause_is_printed_once_with_its_place(  # G-01
     errors = run.errors
     assert run.code == 1
     assert errors.count(_WHERE) == 1, errors
-    logs = [run.folder / "run" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
+    logs = [run.folder / _LOGS / f"rank-{rank}.log" for rank in (0, 1)]
     if launched == "fork":  # the ranks print nothing: their errors are in what the caller raises
         assert "Rank 1 failed with ValueError: boom" in errors
     else:
@@ -98,7 +100,7 @@ def test_an_error_on_all_ranks_is_shown_by_the_first(launched: str, request: pyt
     assert run.code == 1
     assert errors.count("Traceback (most recent call last)") == 1, errors
     assert "ValueError: boom0\nWhere: rank 0, epoch 0, global step 3, batch index 3\n" in errors
-    log = run.folder / "run" / "logs" / "rank-1.log"
+    log = run.folder / _LOGS / "rank-1.log"
     line = "Rank 1 failed with ValueError: boom0; rank 0 failed the same way and shows the traceback; "
     place = "Where: rank 1, epoch 0, global step 3, batch index 3"
     assert f"{line}{place}; Log: {log}\n" in errors, errors

@@ -43,18 +43,13 @@ class ListOfStates(torchmetrics.Metric):
 
 
 class LogsOddly(Regression):
-    """Logs a shard, a list of states that rank 0 alone updates, a list, or a value that is NaN on rank 1."""
+    """Logs a shard, a list of states that rank 0 alone updates, or a value that is NaN on rank 1."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
         self.scale = torch.nn.Parameter(torch.tensor([0.5]))
         self.states = ListOfStates()
-
-    def on_train_start(self) -> None:
-        if self.what == "list":
-            listed = [1] if self.global_rank else torch.ones(1)
-            self.trainer.log_histogram("weights", {"a": torch.ones(1), "b": listed})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.what == "without targets":
@@ -78,21 +73,19 @@ def _log_oddly() -> tuple[list[str], dict[str, float]]:
     batches, runner = loader(8, 2), quiet(strategy="ddp", log_every_n_steps=1)
     shard = refusal(LogsOddly("shard"), batches, strategy="fsdp")
     states = refusal(LogsOddly("states"), batches, batches, strategy="ddp")
-    listed = refusal(LogsOddly("list"), batches, strategy="ddp", logger=Listing())
     runner.fit(LogsOddly("without targets"), batches)
     values = {name: float(value) for name, value in runner.callback_metrics.items() if "value" in name}
-    return [shard, states, listed], values
+    return [shard, states], values
 
 
 def test_values_that_ranks_cannot_combine_are_refused_and_those_without_weight_ignored() -> None:  # I-01, H-03, S-06
-    for (shard, states, listed), values in on_ranks(_log_oddly, 2):
+    for (shard, states), values in on_ranks(_log_oddly, 2):
         assert shard.startswith("ConfigurationError")
         assert "log('scale') was given a DTensor" in shard
         assert "full_tensor()" in shard
         assert states.startswith("ConfigurationError")
         assert "state 'values' of the ListOfStates 'states'" in states
         assert "2, 0" in states
-        assert "weights/b: a list" in listed
         assert values == {"value_step": 3.0, "value_epoch": 3.0, "value": 3.0}
 
 

@@ -323,7 +323,6 @@ def test_a_trainable_parameter_in_no_optimizer_is_named_once_and_nothing_is_left
         (lambda one: lr_scheduler.OneCycleLR(one, 0.1, total_steps=20), "OneCycleLR"),
         (lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 3), "CosineAnnealingWarmRestarts"),
         (lambda one: lr_scheduler.SequentialLR(one, [lr_scheduler.StepLR(one, 2)] * 2, [2]), "SequentialLR"),
-        (lambda one: lr_scheduler.ReduceLROnPlateau(one, min_lr=[1e-4]), "ReduceLROnPlateau"),
         (lambda one: lr_scheduler.StepLR(one, 2), ""),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

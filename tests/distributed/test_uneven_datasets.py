@@ -76,7 +76,7 @@ class Watched(Regression):
 
 
 def _joining() -> tuple[torch.Tensor, list[Any], dict[str, float]]:
-    module, trainer = Watched(), quiet(strategy="ddp", callbacks=ReplicaCheck(1, buffers=False))
+    module, trainer = Watched(), quiet(strategy="ddp", callbacks=ReplicaCheck(1))
     trainer.fit(module, loader(17, 4))  # 17 = 4 * 4 + 1: the last micro-batch has a sample for rank 0 alone
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return weights(module.net), module.calls, {**found, "count": float(module.count), "seen": trainer.samples_seen}
@@ -204,7 +204,7 @@ def test_values_of_an_evaluation_are_reduced_over_the_ranks() -> None:  # B-04, 
         for found, refused in results:
             assert found == pytest.approx({"count": samples, "rank": 1.5, "twice": 2.0 * 4})
             assert refused["type"] == "DistributedError"
-            assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
+            assert 'only_here mean: missing on rank(s) [0, 2, 3]; "logged" on rank(s) [1]' in refused["text"]
 
 
 class Stepwise(Regression):
@@ -231,7 +231,7 @@ def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
     # The first is not counted again at each later flush; in the second, rank 1 joins.
     for seldom, joined, refused in on_ranks(each, 2, _stepwise, (64, 4, 0, 1), (9, 1, 0, 1), (64, 1, 1)):
         assert (seldom, joined) == (2.0, 1.0)
-        assert "'sum' on rank(s) [1] and not on [0]" in refused
+        assert 'sum sum: missing on rank(s) [0]; "logged" on rank(s) [1]' in refused
 
 
 class Contrastive(Regression):
@@ -356,9 +356,9 @@ class OfWrongLength(Stream):
 
 READ = "micro-batches per epoch, but"
 OF_WRONG_LENGTH: dict[str, Any] = {
-    f"20 {READ} 5 were read.": loader(20, 1, batch_sampler=Batches(20, 40)),
-    f"3 {READ} 5 were read on rank(s) [0].": DataLoader(OfWrongLength(3), None),
-    f"5 {READ} 3 were read on rank(s) [1].": DataLoader(OfWrongLength(5), None),
+    f"20 {READ} 5 were read on rank 0.": loader(20, 1, batch_sampler=Batches(20, 40)),
+    f"3 {READ} 5 were read on rank 0.": DataLoader(OfWrongLength(3), None),
+    f"5 {READ} 3 were read on rank 1.": DataLoader(OfWrongLength(5), None),
 }
 
 

@@ -320,8 +320,8 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
         reseeds = ranks != program.ranks
         allow = ("optimizer",) if program.resume.allow else ()
         program = replace(program, optimizers=program.resume.optimizers(program.optimizers))
-    with quiet_loggers(), warnings.catch_warnings(record=True) as caught, planted(plant):
-        warnings.simplefilter("always")
+    with quiet_loggers(), warnings.catch_warnings(), planted(plant):
+        warnings.simplefilter("ignore")
         module = user_module(program, outcome)
         recorder = Recorder(program, outcome, "" if resumed else path, resumed, reseeds)
         trainer = None
@@ -344,7 +344,6 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
             if not outcome.counts and trainer is not None:
                 with contextlib.suppress(Exception):
                     outcome.counts = counts(trainer)
-    outcome.warnings = [str(warning.message) for warning in caught]
     outcome.weights = weights_of(module)
     return outcome
 

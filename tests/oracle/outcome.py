@@ -44,7 +44,6 @@ class Outcome:
     losses_of_ranks: list[list[float]] = field(default_factory=list)  # the same for all ranks, from the interpreter
     step_norms: list[float] = field(default_factory=list)  # of gradients before every step, infinite for an overflow
     planned: float = math.nan  # the number of optimizer steps, as estimated before the run
-    warnings: list[str] = field(default_factory=list)  # the messages of warnings
     hooks: list[str] = field(default_factory=list)  # the hooks in the order in which they were called
     steps: list[tuple[int, Tensor]] = field(default_factory=list)  # by micro-batch: steps made, weights in one vector
     saved_after: int = -1  # micro-batches trained on when the checkpoint was written; -1 for no checkpoint

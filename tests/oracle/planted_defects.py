@@ -62,7 +62,7 @@ def cut_epoch(before: Any, self: Any, number: int, start: int = 0, *rest: Any, *
 @contextlib.contextmanager
 def leaving_a_trace(before: Any, module: Any, metrics: Any) -> Iterator[None]:
     """A buffer that a joining rank reassigns keeps the joining rank's value."""
-    company = None if metrics.joining else uneven_inputs.Joining(metrics)
+    company = None if metrics.joining else uneven_inputs.LoggingPaused(metrics, joins=True)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield

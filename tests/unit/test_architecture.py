@@ -180,7 +180,7 @@ def test_the_product_keeps_to_its_number_of_lines_of_code(tmp_path: Path) -> Non
 
 
 def room_of(name: str) -> str:
-    """``drivetrain._engine.ranks.launch`` is in the room ``drivetrain._engine``."""
+    """``drivetrain._engine.ranks.run_entry_point`` is in the room ``drivetrain._engine``."""
     return ".".join(name.split(".")[:2])
 
 

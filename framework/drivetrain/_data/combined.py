@@ -245,7 +245,7 @@ class _Stream:
             length = self.count(self.pass_number)
             if not length:
                 return False
-            # At its very end a loader has not been asked for more yet: its restart, which draws, belongs to the next row.
+            # At its very end a loader has not been asked for more yet: its restart, which draws, is the next row's.
             if step <= length:
                 break
             self.ended = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import astuple
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,28 +19,16 @@ if TYPE_CHECKING:
 
 
 def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) -> None:
-    """Implement `RunContext.log_histogram`. Collective: ranks exchange a few numbers per tensor, twice.
-
-    Raises:
-        ConfigurationError: a value on any rank is not a tensor. Every rank raises the error.
-    """
+    """Implement `RunContext.log_histogram`. Collective: ranks exchange a few numbers per tensor, twice."""
     control = run.strategy.control
     tensors = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
-    problem = next((f"{key}: a {type(item).__name__}" for key, item in tensors.items() if not _is_tensor(item)), None)
-    local = {} if problem is not None else _local_values(run, tensors)
-    local_ranges = {
-        key: [math.inf, -math.inf] if values is None else [values.low, values.high] for key, values in local.items()
-    }
-    from_ranks = control.gather_objects([problem, local_ranges])
-    if (invalid := next((each for each, _ in from_ranks if each is not None), None)) is not None:
-        raise ConfigurationError(
-            f"log_histogram takes tensors, and was given {invalid}.",
-            "a histogram counts the values of a tensor.",
-            "pass a tensor, or a mapping from names to tensors, and None on ranks that hold no part of a tensor.",
-        )
+    local = _local_values(run, tensors)
+    from_ranks = control.gather_objects(
+        {key: [math.inf, -math.inf] if values is None else [values.low, values.high] for key, values in local.items()}
+    )
     edges, local_histograms = {}, {}
-    for key in dict.fromkeys(key for _, each in from_ranks for key in each):  # the keys of all ranks, in the same order
-        lows, highs = zip(*(each[key] for _, each in from_ranks if key in each), strict=True)
+    for key in dict.fromkeys(chain.from_iterable(from_ranks)):  # the keys of all ranks, in the same order
+        lows, highs = zip(*(each[key] for each in from_ranks if key in each), strict=True)
         if min(lows) > max(highs):  # no finite value
             continue
         edges[key] = bin_edges(min(lows), max(highs), bins)
@@ -53,10 +42,6 @@ def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) ->
         histogram = Histogram.joined([Histogram(*each[key]) for each in parts if key in each])
         for logger in run.trainer.loggers:
             logger.log_histogram(key, histogram, step)
-
-
-def _is_tensor(value: Any) -> bool:
-    return value is None or isinstance(value, torch.Tensor)
 
 
 def _local_values(run: RunCore, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, FlatValues | None]:

@@ -11,7 +11,7 @@ from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
-from drivetrain._loops.step import AutomaticStep, TrainStep
+from drivetrain._loops.step import AutomaticStep
 from drivetrain._storage.paths import child
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
@@ -48,12 +48,12 @@ class ProfiledSession(Session):
         self._profiler = request.trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
         self._is_nested: bool | None = None  # None unless the run is being measured
-        self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
-        self._replace(self.core.data, "load", lambda load: partial(self._time_reading, load))
+        self._replace(self.run.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
+        self._replace(self.run.data, "load", lambda load: partial(self._time_reading, load))
 
     # Beginning and ending the measurement
 
-    def _run(self) -> Any:
+    def _run_stage(self) -> Any:
         is_nested = id(self._profiler) in self._measuring
         if is_nested:
             self._profiler.start(self._facts.stage)
@@ -61,7 +61,7 @@ class ProfiledSession(Session):
             self._profiler.begin(self._facts)
             self._measuring.add(id(self._profiler))
         self._is_nested = is_nested
-        return super()._run()
+        return super()._run_stage()
 
     def _detach(self) -> None:
         super()._detach()
@@ -79,7 +79,7 @@ class ProfiledSession(Session):
     def _show(self) -> None:
         text = self._profiler.summary() if self._facts.rank == 0 else ""
         if text:
-            self.core.trainer.print(text)
+            self.run.trainer.print(text)
 
     def _write(self) -> None:
         if self._facts.folder is not None:
@@ -88,11 +88,11 @@ class ProfiledSession(Session):
                 logger.info("The profile is in %s.", ", ".join(written))
 
     def _set_folder(self) -> None:
-        profiler, facts, trainer = self._profiler, self._facts, self.core.trainer
+        profiler, facts, trainer = self._profiler, self._facts, self.run.trainer
         facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
         facts.folder = profiler.dirpath
         if profiler.dirpath is None and not trainer.fast_dev_run:
-            run_folder = self.core.folder.path or (trainer.default_root_dir if facts.stage != "fit" else None)
+            run_folder = self.run.folder.path or (trainer.default_root_dir if facts.stage != "fit" else None)
             facts.folder = None if run_folder is None else child(run_folder, FOLDER)
 
     # Wrapping the parts of the run
@@ -100,12 +100,12 @@ class ProfiledSession(Session):
     def _time_hooks(self, collect: Callable[[], None]) -> None:
         """Collect the callbacks, and time each hook."""
         collect()
-        self.core.callbacks.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
+        self.run.callbacks.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
     def _time_reading(self, load: Callable[[], None]) -> None:
         """Load the data, and time each source of batches."""
         load()
-        data = self.core.data
+        data = self.run.data
         if data.trains:
             self._replace(data.train, "epoch", lambda epoch: lambda *args: self._read("data", epoch(*args)))
         for source in (loader.source for loaders in data.evaluation.values() for loader in loaders):
@@ -114,32 +114,32 @@ class ProfiledSession(Session):
     def _prepare(self) -> None:
         super()._prepare()
         self._set_folder()
-        if self.core.move is not None:
-            self._time_transfer(self.core.move)
-        self._time(self.core, "forward", "runner")
+        if self.run.move is not None:
+            self._time_transfer(self.run.move)
+        self._time(self.run, "forward", "runner")
 
     def _time_transfer(self, move: BatchMover) -> None:
-        for name in ("_before", "_after"):
+        for name in ("before", "after"):
             self._replace(move, name, lambda calls: [self._timed("transfer", call) for call in calls])
-        self._replace(move, "_transfer", lambda call: call and self._timed("transfer", call))
+        self._replace(move, "transfer", lambda call: call and self._timed("transfer", call))
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
-    def _prepare_training(self) -> TrainStep:
-        step = super()._prepare_training()
-        loop = self.core.loop
+    def _prepare_training(self) -> None:
+        super()._prepare_training()
+        loop = self.run.loop
         assert loop is not None
+        step = loop.step
         self._time(loop, "training", "run")
-        self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
-        self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
-        self._time(step, "backward", "_backward")
+        self._time(loop.log, "logging", "flush_steps", "reduce_epoch", "flush_epoch")
+        self._replace(loop.reader, "read_epoch", lambda read: lambda *args: self._windows(read(*args)))
+        self._time(step, "backward", "run_backward")
         if isinstance(step, AutomaticStep):
             self._replace(step, "clip", lambda call: call and self._timed("clipping", call))
             self._time(step, "optimizer", "clip_and_step")
         else:
-            for handle in self.core.optimization.handles:
-                self._time(handle, "optimizer", "_step_optimizer")
-        return step
+            for handle in self.run.optimization.handles:
+                self._time(handle, "optimizer", "step_optimizer")
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
         """Time functions of an object."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from drivetrain._engine.write_checks import DEFAULT_CHECKPOINT, PROFILER, Writer
 from drivetrain._runs.directory import folder_name, runs_folder_of, split_folder
 from drivetrain._storage.paths import child, resolve_folder
-from drivetrain.callback import WantsRunFolder
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
 
@@ -72,8 +70,8 @@ def check_loggers_apart(loggers: Sequence[Logger]) -> None:
             seen.add(writer)
 
 
-def writers_of(run: RunCore, location: RunLocation) -> dict[str, Writer]:
-    """Return what writes files in the folders of a run, by the folder of runs; empty if the run has no folder."""
+def writers_of(run: RunCore, location: RunLocation) -> dict[str, str]:
+    """Return the class names of what writes files in a run's folders, by the folder of runs; empty for no folder."""
     trainer = run.trainer
     if trainer.fast_dev_run or trainer.barebones:
         return {}
@@ -82,13 +80,12 @@ def writers_of(run: RunCore, location: RunLocation) -> dict[str, Writer]:
             return {}
         writing = [logger for logger in trainer.loggers if logger.save_dir is not None]
         return {
-            runs_folder_of(logger.save_dir or "", location.name): Writer.logger(logger) for logger in reversed(writing)
+            runs_folder_of(logger.save_dir or "", location.name): type(logger).__name__ for logger in reversed(writing)
         }
     if run.stage != "fit":
         return {}
-    if any(isinstance(each, WantsRunFolder) and each.wants_run_folder for each in run.callbacks):
-        return {location.runs_folder: DEFAULT_CHECKPOINT}
-    return {location.runs_folder: PROFILER} if run.profile_needs_folder else {}
+    users = run.folder_users()
+    return {location.runs_folder: type(users[0]).__name__} if users else {}
 
 
 def hand_out(loggers: Sequence[Logger], folder: RunFolder) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from drivetrain._config.secret_values import without_url_passwords
@@ -63,7 +63,8 @@ class RunRecorder(RunNotes):
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
         liveness.running_ids.add(self.id)
-        self._heartbeat = _Heartbeat(self)
+        self._has_ended = threading.Event()
+        self._heartbeat = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
         self._heartbeat.start()
 
     def __reduce__(self) -> tuple[type[RunNotes], tuple[()]]:
@@ -107,10 +108,6 @@ class RunRecorder(RunNotes):
     def note(self, kind: str, text: str, step: int) -> None:
         self._update(lambda document: _add_event(document, kind, text, step))
 
-    def beat(self) -> None:
-        """Write the record with a new heartbeat, which is the current time."""
-        self._update(lambda document: None)
-
     def end(self, status: str, why: str, step: int) -> None:
         """Record how the run ended. Passwords in URLs are not written.
 
@@ -119,7 +116,8 @@ class RunRecorder(RunNotes):
         the earlier run had made all its steps and is now marked as finished.
         """
         why = without_url_passwords(why)
-        self._heartbeat.stop()
+        self._has_ended.set()
+        self._heartbeat.join(liveness.HEARTBEAT_SECONDS)
         liveness.running_ids.discard(self.id)
         # A run that was killed after its last checkpoint has made all its steps, but is not recorded as finished.
         completes = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
@@ -138,6 +136,11 @@ class RunRecorder(RunNotes):
             document.update(status=status, why=why, ended=time)
 
         self._update(close, status=status, why=why, ended=time, to_step=step)
+
+    def _beat(self) -> None:
+        """Write the record with a new heartbeat, which is the current time, every `HEARTBEAT_SECONDS` seconds."""
+        while not self._has_ended.wait(liveness.HEARTBEAT_SECONDS):
+            self._update(lambda document: None)
 
     def _update(self, change: Callable[[dict[str, Any]], None], **part: Any) -> None:
         """Change the record and write it.
@@ -171,36 +174,18 @@ class RunRecorder(RunNotes):
         parts = None if current is None else current.parts
         if current is not None and (not parts or parts[-1].get("token") != self._token):
             logger.warning(
-                "%s in %r now belongs to another run%s. This run no longer writes it, but both runs still write other "
+                "%s in %r now belongs to another run. This run no longer writes it, but both runs still write other "
                 "files to the folder.",
                 RECORD,
                 self.folder,
-                _process_hint(current.process),
             )
             self._document = None
         else:
             write(self.folder, document)
 
 
-class _Heartbeat(threading.Thread):
-    """A thread that writes the record every `HEARTBEAT_SECONDS` seconds."""
-
-    def __init__(self, recorder: RunRecorder) -> None:
-        super().__init__(name="drivetrain-heartbeat", daemon=True)
-        self._recorder = recorder
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.wait(liveness.HEARTBEAT_SECONDS):
-            self._recorder.beat()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self.join(liveness.HEARTBEAT_SECONDS)
-
-
 def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    time, process, jobs = now(), Process.here().as_json(), [job.as_json() for job in Job.of(os.environ)]
+    time, process, jobs = now(), asdict(Process.here()), [asdict(job) for job in Job.of(os.environ)]
     part = {
         "token": os.urandom(8).hex(),
         "started": time,
@@ -230,7 +215,7 @@ def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str
         "process": process,
         "job": jobs,
         "working_directory": working_directory(),
-        "versions": _versions(),
+        "versions": versions(),
         "data": None,
         "checkpoints": checkpoints,
         "parts": [*parts, part][-_MAX_ENTRIES:],
@@ -243,17 +228,6 @@ def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> Non
     document["events"] = [*document["events"], event][-_MAX_ENTRIES:]
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions of the imported libraries."""
-    modules = {
-        name: vars(module).get("__version__")
-        for name, module in list(sys.modules.items())
-        if "." not in name and not name.startswith("_") and name not in sys.stdlib_module_names and module is not None
-    }
-    imported = {name: str(version) for name, version in modules.items() if isinstance(version, str)}
-    return {**versions(), **dict(sorted(imported.items()))}
-
-
 def _relative(path: str, folder: str) -> str:
     """Return a checkpoint's path, relative to the run's folder if the checkpoint is inside it, else absolute."""
     if "://" in path or "://" in folder:
@@ -264,7 +238,3 @@ def _relative(path: str, folder: str) -> str:
 
 def _list(value: Any) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-
-
-def _process_hint(process: Process | None) -> str:
-    return "" if process is None else f" (process {process.pid} on {process.host})"

@@ -9,28 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
-from drivetrain._engine.write_checks import first_refusal
+from drivetrain._engine.write_checks import first_problem, unwritable
 from drivetrain._format import CheckpointReader, load, run_collectively
-from drivetrain._runs import CKPT_PATH_KEYWORDS, liveness
-from drivetrain._runs.checkpoint_folders import is_checkpoint_at
 from drivetrain._runs.directory import claim_version, make_directory, split_folder
-from drivetrain._runs.discovery import StorageRetry
 from drivetrain._runs.identity import Identity, class_path, encode_hyper_parameters
 from drivetrain._runs.process import Job
 from drivetrain._runs.record import archive_record, clear_leftovers, plain, read
-from drivetrain._runs.retention import KeptCheckpoint
-from drivetrain._runs.run_folder import EvaluationNotes, RunStart
-from drivetrain._runs.start_decision import StartDecision, StartRequest, decide
-from drivetrain._runs.start_search import StartSearch
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS, EvaluationNotes, RunStart
+from drivetrain._runs.start_decision import StartDecision, StartRequest
 from drivetrain._storage.paths import child
 from drivetrain._storage.publication import lock_folder
 from drivetrain.callback import KeepsCheckpoints, folders_of
@@ -53,7 +48,6 @@ class StartingPoint:
 
     def __init__(self, run: RunCore) -> None:
         self._run = run
-        self._searched_folders = folders_of(run.callbacks)
         self._start = RunStart()
 
     def choose(self) -> None:
@@ -64,7 +58,7 @@ class StartingPoint:
             StorageError: the files of a remote storage cannot be listed.
         """
         run, control, location = self._run, self._run.strategy.control, locate(self._run)
-        self._start = start = RunStart(*_told_by_rank_0(control, lambda: _start(run, location)))
+        self._start = start = RunStart(*_told_by_rank_0(control, partial(_start, run, location)))
         if start.refusal is not None:
             control.monitored_barrier("the error about the run's folder")  # all ranks read the result before one leaves
             raise ConfigurationError(*start.refusal)
@@ -103,15 +97,11 @@ class StartingPoint:
     def _found_path(self) -> str | None:
         """Return the path of the checkpoint that was found for "last", "best" or "auto"."""
         run, path, is_fit = self._run, self._start.path, self._run.stage == "fit"
-        ckpt_path, folders = run.request.ckpt_path, folders_of(run.callbacks)
-        added_in_setup = [folder for folder in folders if folder not in self._searched_folders]
-        if path is None and added_in_setup:
-            # Rank 0 chooses for all ranks, because a network file system may show the others an older state.
-            path = _told_by_rank_0(run.strategy.control, lambda: _find_in_folders(run, added_in_setup)) or None
+        ckpt_path = run.request.ckpt_path
         if path is None and ckpt_path != "auto":
             raise CheckpointError(
                 f"ckpt_path={ckpt_path!r}: there is no checkpoint to {'resume from' if is_fit else 'evaluate'}.",
-                f"looked in {', '.join([locate(run).runs_folder, *folders])}, for checkpoints "
+                f"looked in {', '.join([locate(run).runs_folder, *folders_of(run.callbacks)])}, for checkpoints "
                 f"saved by runs of {type(run.module).__name__} with the same hyper-parameters."
                 f"{_describe_skipped(self._start.skipped)}",
                 "pass a path, or ckpt_path='auto', which starts a new run if there is none."
@@ -122,50 +112,45 @@ class StartingPoint:
         return path
 
 
-def _told_by_rank_0(control: ControlPlane, steps: Callable[[], Iterator[Any]]) -> Any:
-    """Return the first value other than None that rank 0 yields. None keeps the other ranks waiting. Collective."""
-    told, on_rank_0 = None, steps() if control.rank == 0 else repeat(None)
+def _told_by_rank_0(control: ControlPlane, choose: Callable[[], RunStart]) -> Any:
+    """Return what rank 0 chooses. Meanwhile it may broadcast None, which keeps the other ranks waiting. Collective."""
+    told = control.broadcast_object(choose() if control.rank == 0 else None)
     while told is None:
-        told = control.broadcast_object(next(on_rank_0))
+        told = control.broadcast_object(None)
     return told
 
 
 # On rank 0
 
 
-def _start(run: RunCore, location: RunLocation) -> Generator[RunStart | None]:
-    """Yield None while another run is watched, and then how the run begins, once its folder is claimed."""
+def _start(run: RunCore, location: RunLocation) -> RunStart:
+    """Return how the run begins, once its folder is claimed."""
     try:
-        decision = yield from _find_and_claim(run, location)
+        decision = _find_and_claim(run, location)
     except ConfigurationError as error:
-        yield RunStart(refusal=(error.what, error.why, error.fix))
-        return
+        return RunStart(refusal=(error.what, error.why, error.fix))
     _log_choice(run, decision)
     folder, continues = run.folder, decision.resumes is not None
-    yield RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.skipped)
+    return RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.skipped)
 
 
-def _find_in_folders(run: RunCore, folders: Sequence[str]) -> Generator[str | None]:
-    """Yield the newest checkpoint in folders that callbacks chose in their ``setup``; "" if there is none."""
-    search = StartSearch(_request(run, locate(run), needs_folder=False), StorageRetry())
-    search.collect_checkpoints(folders)
-    decision = yield from _decide(search)
-    yield decision.path or ""
-
-
-def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None, StartDecision]:
+def _find_and_claim(run: RunCore, location: RunLocation) -> StartDecision:
     check_loggers_apart(run.trainer.loggers)
     writers = writers_of(run, location)
-    refusal = first_refusal(writers.items())
-    if refusal is not None:
-        raise ConfigurationError(*refusal)
+    problem = first_problem(writers.items())
+    if problem is not None:
+        raise unwritable(*problem)
     request = _request(run, location, needs_folder=bool(writers))
     search = None
     if any(each is not None for each in (request.ckpt_path, request.version, request.last)):
-        search = StartSearch(request, StorageRetry())
+        # Only runs that may go on with an earlier one search the disk.
+        from drivetrain._engine.start_choice import decide_finally
+        from drivetrain._runs.start_search import StartSearch
+
+        search = StartSearch(request)
         search.look()
     while True:
-        decision = StartDecision() if search is None else (yield from _decide(search))
+        decision = StartDecision() if search is None else decide_finally(search, run.strategy.control)
         if decision.refusal is not None:
             raise ConfigurationError(*decision.refusal)
         try:
@@ -173,7 +158,7 @@ def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None
                 return decision
         except OSError as error:
             place = request.runs_folder
-            raise ConfigurationError(*writers[place].refusal(place, error.strerror or str(error))) from error
+            raise unwritable(place, writers[place], error.strerror or str(error)) from error
         assert search is not None  # a new folder has no record that may have changed
         search.refresh(decision)
 
@@ -203,28 +188,6 @@ def _request(run: RunCore, location: RunLocation, needs_folder: bool) -> StartRe
         last=last if is_here else None,
         joins_last=joins_last,
     )
-
-
-def _decide(search: StartSearch) -> Generator[None, None, StartDecision]:
-    """Decide until the decision holds: its checkpoint can be read, and no run that it takes for dead is under way.
-
-    The generator yields after each look at a run that is watched.
-    """
-    request, found = search.request, search.found
-    while True:
-        decision = decide(found, request)
-        found_path = decision.path if request.ckpt_path in CKPT_PATH_KEYWORDS else None
-        if found_path is not None and search.drop_if_unreadable(found_path, check_saved_state):
-            continue
-        run = decision.unsure_of
-        if run is None:
-            return _with_best(decision, search) if found_path and request.ckpt_path == "best" else decision
-        logger.warning(
-            "%s may be under way on another machine. This run watches the record of that run for %.0f s.",
-            run.name,
-            liveness.WATCH_SECONDS,
-        )
-        found.alive[run.folder] = yield from liveness.watch(run, search.read_record)
 
 
 def carry_out(decision: StartDecision, identity: Identity, run: RunCore, location: RunLocation) -> bool:
@@ -261,14 +224,14 @@ def carry_out(decision: StartDecision, identity: Identity, run: RunCore, locatio
                 logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept_as)
         # A profile is written after the end of the run, so that its folder is not removed then.
         removable = [] if run.profile_needs_folder else created
-        recorder = RunRecorder(folder, _description(run, identity, folder), decision.resumes, removable)
+        recorder = RunRecorder(folder, _description(run, identity), decision.resumes, removable)
     run.folder.path, run.folder.id, run.folder.notes = folder, recorder.id, recorder
     return True
 
 
-def _description(run: RunCore, identity: Identity, folder: str) -> dict[str, Any]:
+def _description(run: RunCore, identity: Identity) -> dict[str, Any]:
     """Return the entries of the record that are known when the run begins, without secrets."""
-    trainer, strategy, version = run.trainer, run.strategy, split_folder(folder)[1]
+    trainer, strategy = run.trainer, run.strategy
     settings = dict(trainer.settings.items())
     given = {name: _public(setting.value) for name, setting in settings.items() if setting.source != "default"}
     public, secrets = without_secrets(given)
@@ -292,14 +255,6 @@ def _description(run: RunCore, identity: Identity, folder: str) -> dict[str, Any
         "strategy": strategy.name,
         "precision": strategy.precision.describe(),
         "device": str(strategy.device),
-        "loggers": [
-            {
-                "class": class_path(type(each)),
-                "name": each.name,
-                "version": str(each.version) if each.save_dir is None else version,
-            }
-            for each in trainer.loggers
-        ],
     }
 
 
@@ -323,51 +278,5 @@ def _describe_skipped(skipped: Sequence[str]) -> str:
     """Return a sentence that lists the runs that were passed over; "" if there are none."""
     if not skipped:
         return ""
-    more = len(skipped) - _MAX_LISTED
-    return f" Skipped: {'; '.join(skipped[:_MAX_LISTED])}{f'; and {more} more' if more > 0 else ''}."
-
-
-# ckpt_path="best"
-
-
-def _with_best(decision: StartDecision, search: StartSearch) -> StartDecision:
-    """Return a decision for the newest checkpoint with the best one by a monitored value, which the newest one names.
-
-    Without a best one, a fit starts from the newest, and an evaluation from none.
-    """
-    assert decision.path is not None
-    request, run = search.request, search.found.runs.get(decision.parent)
-    path, problem = _best_checkpoint(load(decision.path), [] if request.is_fit else request.checkpoint_folders)
-    if path is not None or request.is_fit:
-        return decision._replace(path=path or decision.path)
-    name = repr(decision.path) if run is None else run.name
-    return decision._replace(path=None, skipped=(*decision.skipped, f"{name} ({problem})"))
-
-
-def _best_checkpoint(newest: CheckpointReader, folders: Sequence[str]) -> tuple[str | None, str]:
-    """Return the path of the best checkpoint by a monitored value, or None and the reason why there is none.
-
-    Args:
-        newest: the newest checkpoint of a run. The state of its callbacks names the best checkpoint.
-        folders: other folders in which the best checkpoint may be.
-    """
-    problem = "none of its Checkpoint callbacks has saved by a monitored value"
-    with reporting_malformed(newest, "the run's state", "callbacks"):
-        for saved in newest.state()["callbacks"].values():
-            best = _scored_best(saved)
-            if best is None:
-                continue
-            for folder in (newest.path.rpartition("/")[0], *folders):
-                if is_checkpoint_at(folder, best.name, best.identifier):
-                    return child(folder, best.name), ""
-            problem = f"its best checkpoint, {best.name!r}, is not in the folder of its newest one"
-    return None, problem
-
-
-def _scored_best(state: Any) -> KeptCheckpoint | None:
-    """Return the best checkpoint of a callback's state; None if it has no score or the state is another callback's."""
-    name, kept = (state.get("best"), state.get("kept")) if isinstance(state, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(kept, list):
-        return None
-    saved = [KeptCheckpoint.from_state(each) for each in kept if isinstance(each, dict) and "score" in each]
-    return next((each for each in saved if each.name == name.rpartition("/")[2] and each.score is not None), None)
+    more = "; ..." if len(skipped) > _MAX_LISTED else ""
+    return f" Skipped: {'; '.join(skipped[:_MAX_LISTED])}{more}."

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from drivetrain._runtime.working_directory import working_directory
 from drivetrain.callback import KeepsCheckpoints
 
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_core import RunCore
-
-_MAX_NAMES = 10  # the maximum number of listed entries of the run's folder
 
 
 def output_summary(run: RunCore, written: str | None) -> list[str]:
@@ -58,17 +57,9 @@ def _files(folder: str | None) -> Iterator[str]:
         with suppress(OSError), os.scandir(folder) as entries:
             shown = [entry for entry in entries if not entry.name.startswith(".")]
             names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in shown)
-    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
-    listed = ", ".join([*names[:_MAX_NAMES], *more])
-    yield f"files: {_relative_path(folder)}" + (f" ({listed})" if listed else "")
+    yield f"files: {_relative_path(folder)}" + (f" ({', '.join(names)})" if names else "")
 
 
 def _relative_path(path: str) -> str:
     """Return ``path`` relative to the working directory if it is inside it, else unchanged."""
-    if "://" in path:
-        return path
-    try:
-        relative = os.path.relpath(path)
-    except (OSError, ValueError):  # the working directory was removed, or is on another drive
-        return path
-    return path if relative.startswith("..") else relative
+    return path.removeprefix(f"{working_directory()}/")

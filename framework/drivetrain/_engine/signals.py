@@ -81,8 +81,8 @@ def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseExcepti
 def requeue(number: int, variables: Mapping[str, str]) -> None:
     """Requeue this SLURM job if the run stopped because of a signal that only announces the job's time limit.
 
-    Called only for runs that go on where they ended: a job that starts again from the beginning each time might never
-    finish.
+    Called only for a fit, which goes on where it ended: a job that starts again from the beginning each time might
+    never finish.
 
     ``sbatch --signal=USR1@90`` sends such a signal. SIGTERM does not count: ``scancel`` sends it too, and SLURM itself
     requeues a job that it preempts.

@@ -13,7 +13,7 @@ import torch
 
 from drivetrain._data.loader_generators import collect_generators
 from drivetrain._engine.assembly.out_of_memory import ran_out_of_memory
-from drivetrain._engine.ranks.launch import launch
+from drivetrain._engine.ranks.run_entry_point import run_entry_point
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console import log_to_console
@@ -23,7 +23,6 @@ from drivetrain.callback import SearchesBeforeLaunch
 from drivetrain.environments import resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers.silence import NullLogger
-from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.run_context import RunContext
 
@@ -59,17 +58,16 @@ class EngineTrials:
         self.module = request.module
         self.datamodule = request.datamodule
         self.loaders = request.train if request.stage == "fit" else request.evaluate
-        self.ckpt_path = request.ckpt_path
         self.is_dry_run = bool(request.trainer.fast_dev_run)
 
     def run(self, callback: Any, steps: int, prepare: Prepare | None = None) -> None:
         _refuse_iterators(self.loaders)
-        module, datamodule = copied(self.module), _copied_data(self.datamodule)
+        module, datamodule = copy.deepcopy(self.module), _copied_data(self.datamodule)
         with self._restored():
             loaders = self.loaders if prepare is None else prepare(module, datamodule, self.loaders)
             train, evaluate = (loaders, None) if self.stage == "fit" else (None, loaders)
             trainer = _trial_trainer(self._trainer, self.stage, callback, steps)
-            launch(
+            run_entry_point(
                 RunRequest(
                     trainer, self.stage, module, train, evaluate, datamodule, return_predictions=False, trial=True
                 )
@@ -110,22 +108,6 @@ class EngineTrials:
         process = ProcessState(generators=True, cuda_generators=cuda and not _starts_processes(trainer))
         with process, preserved_generators(_HOST, collect_generators(*shared)), _restored_states(shared):
             yield
-
-
-def copied(module: TrainModule) -> TrainModule:
-    """Return a deep copy of a module.
-
-    Raises:
-        ConfigurationError: an attribute or a layer cannot be copied.
-    """
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}.",
-            "a trial trains a copy, so that the module itself does not change.",
-            "build objects that cannot be copied (locks, files, tensors of a graph) in setup or configure_model.",
-        ) from error
 
 
 def _copied_data(datamodule: Any) -> Any:

@@ -6,12 +6,11 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING
 
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
 from drivetrain.callback import Callback, folders_of
 from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.loggers import Logger
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -21,50 +20,6 @@ _PROBE = ".drivetrain-probe"
 """The name of the object that is written to a store and removed to test the store. All tests use the same name."""
 
 _RETRIES = 3  # of writing to a store that may be busy
-
-
-class Writer(NamedTuple):
-    """What writes to a folder, for the error if that is impossible.
-
-    Attributes:
-        name: its class name.
-        why: what would happen otherwise.
-        fix: the way out.
-    """
-
-    name: str
-    why: str
-    fix: str
-
-    @classmethod
-    def logger(cls, logger: Logger) -> Self:
-        """Describe a logger."""
-        name = type(logger).__name__
-        fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or pass logger=False."
-        return cls(name, "the run would fail at the first row that it logs.", fix)
-
-    @classmethod
-    def callback(cls, callback: Callback) -> Self:
-        """Describe a callback that chose a folder itself."""
-        name = type(callback).__name__
-        return cls(name, _FAILS_AT_SAVE, f"give {name} a dirpath that can be written to, or Fit a default_root_dir.")
-
-    def refusal(self, folder: str, problem: str) -> tuple[str, str, str]:
-        """Return the what, why and fix of the error for a folder that cannot be written to."""
-        return f"{self.name} cannot write to {folder!r}: {problem}.", self.why, self.fix
-
-
-_FAILS_AT_SAVE = "the run would train until its first save, and fail there."
-_FIX_ROOT = "give Fit a default_root_dir that can be written to, "
-
-DEFAULT_CHECKPOINT = Writer(
-    "Checkpoint", _FAILS_AT_SAVE, f"{_FIX_ROOT}since run.json is there even with a dirpath for checkpoints."
-)
-"""A `Checkpoint` that writes to the run's folder."""
-
-PROFILER = Writer(
-    "The profiler", "the measurements would be lost at the end of the run.", f"{_FIX_ROOT}or the profiler a dirpath."
-)
 
 
 def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback]) -> None:
@@ -78,32 +33,33 @@ def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback]) ->
 
     Raises:
         ConfigurationError: a check failed. Every rank raises the error, which names the folder, the callback that
-            writes there, the system's error and the ranks.
+            writes there and the system's error.
     """
-    control = strategy.control
     # One check per node is enough, because all ranks of a node see the same disks.
-    problem = None
-    if strategy.local_rank == 0:
-        problem = first_refusal(
-            (folder, Writer.callback(callback)) for callback in callbacks for folder in folders_of([callback])
-        )
-    (failing,) = control.count_flags("folders that can be written to", problem is not None)
-    if not failing:
-        return
-    problems = {rank: found for rank, found in enumerate(control.gather_objects(problem)) if found is not None}
-    what, why, fix = next(iter(problems.values()))
-    ranks = f" (on rank(s) {list(problems)})" if control.world_size > 1 else ""
-    raise ConfigurationError(f"{what.removesuffix('.')}{ranks}.", why, fix)
+    checking = callbacks if strategy.local_rank == 0 else ()
+    problem = first_problem((folder, type(each).__name__) for each in checking for folder in folders_of([each]))
+    for found in strategy.control.gather_objects(problem):
+        if found is not None:
+            raise unwritable(*found)
 
 
-def first_refusal(writers: Iterable[tuple[str, Writer]]) -> tuple[str, str, str] | None:
-    """Return the what, why and fix of the error for the first folder that cannot be written to; None if there is none.
+def first_problem(writers: Iterable[tuple[str, str]]) -> tuple[str, str, str] | None:
+    """Return the first folder that cannot be written to, with its writer and the reason; None if there is none.
 
     Args:
-        writers: folders, each with what writes to it.
+        writers: folders, each with the class name of what writes to it.
     """
     problems = ((folder, writer, write_problem(folder)) for folder, writer in writers)
-    return next((writer.refusal(folder, problem) for folder, writer, problem in problems if problem is not None), None)
+    return next(((folder, writer, problem) for folder, writer, problem in problems if problem is not None), None)
+
+
+def unwritable(folder: str, writer: str, problem: str) -> ConfigurationError:
+    """Return the error for a folder that ``writer`` cannot write to."""
+    return ConfigurationError(
+        f"{writer} cannot write to {folder!r}: {problem}.",
+        "the run would fail when it first writes there.",
+        f"give {writer} a folder that can be written to (dirpath, save_dir), or Fit a default_root_dir.",
+    )
 
 
 def write_problem(folder: str) -> str | None:
@@ -118,10 +74,12 @@ def write_problem(folder: str) -> str | None:
         return _object_problem(folder_at(folder))
     if lacks_its_start(path):
         return REMOVED
+    if "\0" in path:
+        return "it contains a NUL character"
     path = os.path.abspath(path)
     missing = []
     try:
-        while not _exists(path):
+        while not os.path.lexists(path):
             path, name = os.path.split(path)
             missing.append(name)
         if not os.path.isdir(path):
@@ -133,16 +91,6 @@ def write_problem(folder: str) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
-    except ValueError as error:  # a NUL character
-        return str(error)
-
-
-def _exists(path: str) -> bool:
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _object_problem(folder: Folder) -> str | None:

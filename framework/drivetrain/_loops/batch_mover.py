@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,58 +17,56 @@ from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain._runtime.transfer import map_tensors, move_to
 from drivetrain.data import DataModule
 from drivetrain.module.train_module import TrainModule
+from drivetrain.precision import Precision
 from drivetrain.strategies.strategy import Strategy
 
 Move = Callable[[Any, int], Any]
 
 
+@dataclass(eq=False)
 class BatchMover:
     """Prepares a batch for a step: calls hooks, copies the batch to the device, casts dtypes and calls further hooks.
 
-    Args:
+    Attributes:
         before: hooks called with the batch as the loader returned it.
         transfer: copies the batch to the device; None if no copy is needed.
         after: casts and hooks called with the batch on the device.
         device: the device to which batches can be prefetched; None if the transfer is overridden.
     """
 
-    def __init__(
-        self, before: Sequence[Move], transfer: Move | None, after: Sequence[Move], device: torch.device | None
-    ) -> None:
-        self._before = before
-        self._transfer = transfer
-        self._after = after
-        self._device = device
-        self._prefetcher: Prefetcher | None = None
+    before: Sequence[Move]
+    transfer: Move | None
+    after: Sequence[Move]
+    device: torch.device | None
+    _prefetcher: Prefetcher | None = field(default=None, init=False)
 
     def __call__(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch of one of an evaluation's loaders, ready for its step."""
         batch = self.prepare(batch, dataloader_idx)
-        if self._transfer is not None:
-            batch = self._transfer(batch, dataloader_idx)
+        if self.transfer is not None:
+            batch = self.transfer(batch, dataloader_idx)
         return self.finish(batch, dataloader_idx)
 
-    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
+    def prepare(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Call the hooks that run before the copy."""
-        for hook in self._before:
+        for hook in self.before:
             batch = hook(batch, dataloader_idx)
         return batch
 
-    def finish(self, batch: Any, dataloader_idx: int) -> Any:
+    def finish(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Apply casts and hooks after the copy, on the step's CUDA stream: user code does not synchronise streams."""
-        for change in self._after:
+        for change in self.after:
             batch = change(batch, dataloader_idx)
         return batch
 
     @property
     def prefetcher(self) -> Prefetcher | None:
         """The prefetcher of the run; None on CPU. There is only one, since CUDA streams do not share freed memory."""
-        if self._prefetcher is None and self._device is not None and self._device.type == "cuda":
-            self._prefetcher = Prefetcher(self._device)
+        if self._prefetcher is None and self.device is not None and self.device.type == "cuda":
+            self._prefetcher = Prefetcher(self.device)
         return self._prefetcher
 
-    def micro_batches(
-        self, micro_batches: Iterator[MicroBatch], ahead: bool, fresh_memory: bool
-    ) -> Iterator[MicroBatch]:
+    def move_all(self, micro_batches: Iterator[MicroBatch], ahead: bool, fresh_memory: bool) -> Iterator[MicroBatch]:
         """Yield micro-batches on the device. On CUDA the next one is copied, on another stream, during a step.
 
         Args:
@@ -87,9 +86,9 @@ class BatchMover:
             copying = None
             if coming is not None:
                 batch = coming.batch if fresh_memory else copy_pinned_tensors(coming.batch)
-                copying = coming.with_batch(prefetcher.send(self.prepare(batch, 0)))
+                copying = coming.with_batch(prefetcher.send(self.prepare(batch)))
             if pending is not None:
-                pending.batch = self.finish(prefetcher.receive(pending.batch), 0)
+                pending.batch = self.finish(prefetcher.receive(pending.batch))
                 yield pending
             pending = copying
 
@@ -105,7 +104,8 @@ def build_batch_mover(module: TrainModule, datamodule: DataModule | None, strate
         transfer = None
     else:
         transfer = override or (lambda batch, dataloader_idx: strategy.to_device(batch))
-    converts = (lambda batch, dataloader_idx: precision.convert_batch(batch),) if precision.converts_batch else ()
+    is_converted = is_overridden("convert_batch", precision, Precision)
+    converts = (lambda batch, dataloader_idx: precision.convert_batch(batch),) if is_converted else ()
     if not (before or after or transfer or converts):
         return None
     return BatchMover(before, transfer, (*converts, *after), strategy.device if only_copies else None)

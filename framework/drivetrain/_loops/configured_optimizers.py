@@ -5,28 +5,23 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain._parameters.optimizer_state import parameter_names
 from drivetrain._run_state import SchedulerConfig
-from drivetrain.errors import ConfigurationError, DrivetrainError, nearest
-from drivetrain.strategies.strategy import Strategy
+from drivetrain.errors import ConfigurationError, nearest
 
-_INTERVALS = ("epoch", "step")
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 
 _DICT_KEYS = ("optimizer", "lr_scheduler", "monitor", "closure", "elementwise")
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
-    "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'strict', "
-    "'reduce_on_plateau', 'name'}, and with "
-    "'closure': True for an optimizer that evaluates the loss again in its step, or 'elementwise': True for one whose "
-    "update of an element depends on that element alone; or None."
+    "'lr_scheduler': s, 'closure': False, 'elementwise': False}, where s is a scheduler or {'scheduler', 'interval', "
+    "'frequency', 'monitor', 'strict', 'reduce_on_plateau', 'name'}; or None."
 )
 
 
@@ -58,44 +53,21 @@ def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], autom
     """Return whether the engine has to pass the optimizer a closure that evaluates the loss again.
 
     Raises:
-        ConfigurationError: the value of ``"closure"`` is invalid.
+        ConfigurationError: ``"closure"`` is True with manual optimization, which would ignore it.
     """
-    closure_settings = [part["closure"] for part in _dicts(configured) if "closure" in part]
-    closure_optimizers = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
-    for value in closure_settings:
-        _check_boolean("closure", value)
-        if value and not automatic:
-            raise ConfigurationError(
-                "configure_optimizers: 'closure': True with manual optimization.",
-                "with manual optimization, the engine neither steps the optimizers nor builds a closure.",
-                "leave 'closure' out, and call optimizer.step(closure) in training_step.",
-            )
-        if not value and closure_optimizers and len(optimizers) == 1:
-            raise ConfigurationError(
-                f"configure_optimizers: 'closure': False with {type(closure_optimizers[0]).__name__}.",
-                "the optimizer cannot step without a closure.",
-                "leave 'closure' out.",
-            )
-    return bool(closure_optimizers) or any(closure_settings)
+    declared = any(part.get("closure") for part in _dicts(configured))
+    if declared and not automatic:
+        raise ConfigurationError(
+            "configure_optimizers: 'closure': True with manual optimization.",
+            "with manual optimization, the engine neither steps the optimizers nor builds a closure.",
+            "leave 'closure' out, and call optimizer.step(closure) in training_step.",
+        )
+    return declared or any(map(needs_closure, optimizers))
 
 
 def declared_elementwise(configured: Any) -> list[Optimizer]:
-    """Return the optimizers that ``configure_optimizers`` returned with ``"elementwise": True``.
-
-    Raises:
-        ConfigurationError: the value of ``"elementwise"`` is not a boolean.
-    """
-    dicts = [part for part in _dicts(configured) if "elementwise" in part]
-    for part in dicts:
-        _check_boolean("elementwise", part["elementwise"])
-    return [part["optimizer"] for part in dicts if part["elementwise"]]
-
-
-def _check_boolean(key: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(
-            f"configure_optimizers: {key!r}: {value!r}.", "the value has to be a boolean.", "use True or False."
-        )
+    """Return the optimizers that ``configure_optimizers`` returned with ``"elementwise": True``."""
+    return [part["optimizer"] for part in _dicts(configured) if part.get("elementwise")]
 
 
 def _dicts(configured: Any) -> list[Mapping[str, Any]]:
@@ -120,7 +92,7 @@ def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[Sch
     if configured.get("lr_scheduler") is not None:
         schedulers = [_scheduler(configured["lr_scheduler"])]
         if schedulers[0].monitor is None:
-            schedulers[0].monitor = _checked_monitor(monitor)
+            schedulers[0].monitor = monitor
     elif monitor is not None and "lr_scheduler" not in configured:  # an explicit None means no scheduler
         raise ConfigurationError(
             f"configure_optimizers: 'monitor': {monitor!r} without an 'lr_scheduler'.",
@@ -143,42 +115,15 @@ def _scheduler(value: Any) -> SchedulerConfig:
         return SchedulerConfig(value)
     _check_keys(value, "scheduler", _SCHEDULER_KEYS, "a scheduler's dict")
     interval, frequency = value.get("interval", "epoch"), value.get("frequency", 1)
-    if interval not in _INTERVALS:
+    if interval not in ("epoch", "step") or type(frequency) is not int or frequency < 1:
         raise ConfigurationError(
-            f"configure_optimizers: interval={interval!r}.{nearest(str(interval), _INTERVALS)}",
-            "the interval is the unit of the frequency: epochs or optimizer steps.",
-            "use 'epoch' or 'step'.",
+            f"configure_optimizers: interval={interval!r}, frequency={frequency!r}.",
+            "a scheduler steps after every so many epochs or optimizer steps.",
+            "use the interval 'epoch' or 'step', and as frequency an int of 1 or more.",
         )
-    if type(frequency) is not int or frequency < 1:
-        raise ConfigurationError(
-            f"configure_optimizers: frequency={frequency!r}.",
-            "the frequency is a number of epochs or steps.",
-            "use an int of 1 or more.",
-        )
-    scheduler, strict, plateau = value["scheduler"], value.get("strict", True), value.get("reduce_on_plateau")
-    if not callable(getattr(scheduler, "step", None)):
-        raise _unsupported(scheduler)
-    _check_boolean("strict", strict)
-    if plateau is not None:
-        _check_boolean("reduce_on_plateau", plateau)
-    if plateau is False and isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigurationError(
-            "configure_optimizers: 'reduce_on_plateau': False with ReduceLROnPlateau.",
-            "the scheduler cannot step without the monitored value.",
-            "leave 'reduce_on_plateau' out.",
-        )
-    monitor = _checked_monitor(value.get("monitor"))
-    return SchedulerConfig(scheduler, interval, frequency, monitor, value.get("name"), strict, bool(plateau))
-
-
-def _checked_monitor(monitor: Any) -> str | None:
-    if monitor is not None and not isinstance(monitor, str):
-        raise ConfigurationError(
-            f"configure_optimizers: 'monitor': {monitor!r}.",
-            "'monitor' is the name of a logged value.",
-            "use a name, such as 'monitor': 'val_loss'.",
-        )
-    return monitor
+    if not callable(getattr(value["scheduler"], "step", None)):
+        raise _unsupported(value["scheduler"])
+    return SchedulerConfig(**value)
 
 
 def _unsupported(value: Any) -> ConfigurationError:
@@ -203,10 +148,8 @@ def check_optimizers(
     """
     check_parameters(module, optimizers, automatic)
     if automatic and closure and len(optimizers) > 1:
-        first = next((number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)), None)
-        closure_user = "An optimizer" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
         raise ConfigurationError(
-            f"{closure_user} evaluates the loss again in its step, and there are {len(optimizers)} optimizers.",
+            f"An optimizer evaluates the loss again in its step, and there are {len(optimizers)} optimizers.",
             "the other optimizers would step with gradients that were computed before its step.",
             "use this optimizer alone, or set self.automatic_optimization = False.",
         )
@@ -227,7 +170,7 @@ def check_optimizers(
 
 
 def check_parameters(
-    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, checked: Collection[tuple[int, int]] = ()
+    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, only: dict[str, Any] | None = None
 ) -> None:
     """Check that ``module`` holds the parameters of ``optimizers``, and that automatic optimization steps each once.
 
@@ -235,8 +178,8 @@ def check_parameters(
         module: the module.
         optimizers: the optimizers.
         automatic: whether the engine steps the optimizers.
-        checked: the number of an optimizer and the id of a parameter that was checked before. The module may have
-            replaced the parameter's layer since.
+        only: the group whose parameters must be the module's, which may have replaced the layers of earlier groups;
+            None for all groups.
 
     Raises:
         ConfigurationError: one of the two does not hold. The error names the parameter, or its shape.
@@ -246,7 +189,7 @@ def check_parameters(
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in names and (number, id(parameter)) not in checked:
+                if id(parameter) not in names and (only is None or only is group):
                     raise ConfigurationError(
                         f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not the module's.",
@@ -283,45 +226,19 @@ def evaluates_once(optimizer: Optimizer) -> bool:
     return is_torch_optimizer(optimizer) and not needs_closure(optimizer)
 
 
-def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: Strategy) -> None:
+def explain_missing_closure(error: Exception, optimizer: Optimizer) -> None:
     """Raise a `ConfigurationError` if ``error`` came from a missing closure; otherwise return.
+
+    A failed assertion may have no message, and a call of None no name. The line that failed then names the closure.
 
     Raises:
         ConfigurationError: the closure was missing. The error says how to pass one.
     """
-    if isinstance(error, DrivetrainError) or not _misses_closure(error):
-        return
-    message = f": {error}" if str(error) else ""
-    fix = (
-        "return {'optimizer': optimizer, 'closure': True} from configure_optimizers; or set "
-        "self.automatic_optimization = False and call optimizer.step(closure) in training_step."
-    )
-    if strategy.precision.scales_loss:
-        change = "use precision='bf16-mixed' or '32-true', since closures do not support scaled gradients"
-        fix = f"use another optimizer; or {change}, and {fix}"
-    raise ConfigurationError(
-        f"{type(optimizer).__name__}.step was called without a closure and ended in {type(error).__name__}{message}.",
-        "the optimizer evaluates the loss again in its step, although the step's signature requires no closure.",
-        fix,
-    ) from error
-
-
-def _misses_closure(error: Exception) -> bool:
-    if not isinstance(error, AssertionError | TypeError | ValueError | RuntimeError):
-        return False
-    if _mentions_closure(str(error)):
-        return True
-    # The message of an assertion may be empty, and that of a call of None has no name. The user's last line then shows
-    # whether it used a closure that was None, or None wrapped by torch (`torch.enable_grad()(closure)`).
-    if not isinstance(error, AssertionError | TypeError):
-        return False
-    trace = error.__traceback__
-    for (frame, _), summary in reversed([*zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)]):
-        if not frame.f_globals.get("__name__", "").startswith(("torch.", "drivetrain.", "drivetrain_strategies.")):
-            closure = frame.f_locals.get("closure", error)
-            return getattr(closure, "__wrapped__", closure) is None and _mentions_closure(summary.line or "")
-    return False
-
-
-def _mentions_closure(text: str) -> bool:
-    return re.search(r"\bclosure\b", text, re.IGNORECASE) is not None
+    found = f"{error} {traceback.extract_tb(error.__traceback__)[-1].line}"
+    if isinstance(error, AssertionError | TypeError) and re.search(r"\bclosure\b", found):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step was called without a closure and ended in {error!r}.",
+            "the optimizer evaluates the loss again in its step, although the step's signature requires no closure.",
+            "return {'optimizer': optimizer, 'closure': True} from configure_optimizers; or set "
+            "self.automatic_optimization = False and call optimizer.step(closure) in training_step.",
+        ) from error

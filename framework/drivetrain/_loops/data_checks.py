@@ -6,7 +6,7 @@ import logging
 
 from drivetrain._data.batch_source import BatchSource
 from drivetrain._data.order_fingerprint import OrderFingerprint
-from drivetrain._distributed.control_plane import ControlPlane, refuse_differences, spread
+from drivetrain._distributed.control_plane import ControlPlane, refuse_differences
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
@@ -50,32 +50,22 @@ class Lengths:
         wrong, self._wrong_lengths = self._wrong_lengths, {}
         by_rank = self.control.gather_objects(wrong)
         for loader in dict.fromkeys(name for rank_lengths in by_rank for name in rank_lengths):
-            self._warn(loader, [rank_lengths.get(loader) for rank_lengths in by_rank])
-
-    def report_now(self, loader: str, length: int, count: int) -> None:
-        """Warn, on rank 0, that a loader has yielded far more than its length. Not collective."""
-        if self.control.rank == 0:
-            self._warn(loader, [(length, count, False)])
-
-    def _warn(self, loader: str, by_rank: list[tuple[int, int, bool] | None]) -> None:
-        if self.control.rank == 0 and loader not in self._reported:
-            counts = {wrong: ranks for wrong, ranks in spread(by_rank).items() if wrong is not None}
-            same_on_all_ranks = sum(map(len, counts.values())) == len(by_rank) and len(counts) == 1
-            descriptions = [
-                f"{length} micro-batches per epoch, but {'' if ended else 'at least '}{count} were read"
-                + ("" if same_on_all_ranks else f" on rank(s) {ranks}")
-                for (length, count, ended), ranks in counts.items()
-            ]
-            logger.warning(
-                "The length of the %s proved wrong: it is %s. All batches are used, and no rank waits for missing "
-                "batches, but values derived from that length (estimated_stepping_batches, fractions of an epoch such "
-                "as val_check_interval=0.5) are wrong as well. Check __len__ of its sampler or data set. For an "
-                "iterable data set, torch estimates the length without knowing how workers split the data. This "
-                "warning is not repeated.",
-                loader,
-                "; ".join(descriptions),
-            )
-        self._reported.add(loader)
+            rank = next(rank for rank, rank_lengths in enumerate(by_rank) if loader in rank_lengths)
+            length, count, ended = by_rank[rank][loader]
+            self._reported.add(loader)
+            if self.control.rank == 0:
+                logger.warning(
+                    "The length of the %s proved wrong: it is %d micro-batches per epoch, but %s%d were read on rank "
+                    "%d. All batches are used, and no rank waits for missing batches, but values derived from that "
+                    "length (estimated_stepping_batches, fractions of an epoch such as val_check_interval=0.5) are "
+                    "wrong as well. Check __len__ of its sampler or data set. For an iterable data set, torch "
+                    "estimates the length without knowing how workers split the data. This warning is not repeated.",
+                    loader,
+                    length,
+                    "" if ended else "at least ",
+                    count,
+                    rank,
+                )
 
 
 # The same order of a data set on all ranks, and different parts of a stream
@@ -121,16 +111,13 @@ def compare_order(source: BatchSource, name: str, strategy: Strategy) -> None:
                 ConfigurationError,
             )
         elif strategy.rank == 0 and len(set(data_ranks)) > 1 and len(set(digests)) == 1:
-            _warn_of_equal_batches(fingerprints[0].name, len(set(data_ranks)), name)
-
-
-def _warn_of_equal_batches(data: str, ranks: int, name: str) -> None:
-    logger.warning(
-        "The first batch of the %s is the same on all ranks. Each rank seems to read the whole of %s, so that every "
-        "sample counts %d times: give each rank its own part, for example by drivetrain.data.split_by_rank(%s(...)). "
-        "This warning is not repeated.",
-        name,
-        data,
-        ranks,
-        data,
-    )
+            data, ranks = fingerprints[0].name, len(set(data_ranks))
+            logger.warning(
+                "The first batch of the %s is the same on all ranks. Each rank seems to read the whole of %s, so that "
+                "every sample counts %d times: give each rank its own part, for example by "
+                "drivetrain.data.split_by_rank(%s(...)). This warning is not repeated.",
+                name,
+                data,
+                ranks,
+                data,
+            )

@@ -8,7 +8,7 @@ A batch goes from `BatchSource.epoch` through these generators to `TrainLoop`:
    - `single_windows`: otherwise, if the data is not split over ranks and each window is one batch without
      ``batch_weight``.
    - `precomputed_windows`: in all other cases, in which no rank has to ask the others.
-3. `BatchMover.micro_batches`, which moves the batch to the device, if batches need a move, a cast or a hook.
+3. `BatchMover.move_all`, which moves the batch to the device, if batches need a move, a cast or a hook.
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ from drivetrain._loops.windows import (
     single_windows,
 )
 from drivetrain._run_state import Progress
-from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 
 _NAME = "training loader"
 
-_EXCESS_FACTOR = 4
-"""A loader that yields more than this many times its length is reported at once, since it may never end."""
-
 
 @dataclass(eq=False)
 class EpochReader:
-    """Reads training data epoch by epoch, from any micro-batch on, once `use` was called.
+    """Reads training data epoch by epoch, from any micro-batch on.
 
     Attributes:
-        trainer: the `Fit`, whose settings give the size of windows and whether all epochs have the same order.
+        data: the batches, and how many of them an epoch reads. `use` replaces it.
+        get_window_size: returns the number of micro-batches of a window, which a callback may change between epochs.
+        repeats_order: whether all epochs have the order of the first.
         strategy: the strategy.
         weigh: the module's ``batch_weight``; None to weight by samples.
         move: moves batches to the device; None if batches stay where they are.
@@ -56,7 +54,9 @@ class EpochReader:
         origin_of: returns the position from which an epoch is sharded.
     """
 
-    trainer: RunContext
+    data: LimitedSource
+    get_window_size: Callable[[], int]
+    repeats_order: bool
     strategy: Strategy
     weigh: BatchWeight | None
     move: BatchMover | None
@@ -65,9 +65,12 @@ class EpochReader:
     lengths: Lengths
     origin_of: Callable[[int], EpochOffset]
 
+    def __post_init__(self) -> None:
+        self.use(self.data)
+
     def use(self, data: LimitedSource) -> None:
         """Read ``data`` from the next epoch on."""
-        self._data, source = data, data.source
+        self.data, source = data, data.source
         self._exchanges = self.strategy.data_world_size > 1 and (self.weigh is not None or not source.shards_known)
         on_cuda = self.strategy.device.type == "cuda"
         self._reads_ahead = source.in_process and (self._exchanges or on_cuda)
@@ -78,22 +81,17 @@ class EpochReader:
     @property
     def source(self) -> BatchSource:
         """The source of this rank's batches."""
-        return self._data.source
-
-    @property
-    def window_size(self) -> int:
-        """The number of micro-batches of a window, which a callback may change between epochs."""
-        return self.trainer.accumulate_grad_batches
+        return self.data.source
 
     @property
     def length(self) -> int | None:
         """The expected number of micro-batches of an epoch; None if it is unknown."""
-        return self._data.length
+        return self.data.length
 
     @property
     def length_is_known(self) -> bool:
         """Whether an epoch ends after `length` micro-batches, or its end must not be searched by reading on."""
-        return self._data.length_is_exact or self._data.source.stateful
+        return self.data.length_is_exact or self.data.source.stateful
 
     @property
     def is_exhausted(self) -> bool:
@@ -101,23 +99,23 @@ class EpochReader:
 
         Such a source may restart at its end, and its state is then that of the next epoch.
         """
-        return self._data.source.stateful and (self._has_ended_on_all_ranks if self._exchanges else self._has_ended)
+        return self.data.source.stateful and (self._has_ended_on_all_ranks if self._exchanges else self._has_ended)
 
     def compare_length(self) -> None:
         """Compare the loader's length with the number of batches that the epoch, which is over, has read."""
-        source = self._data.source
-        if self._counts and (self._has_ended or source.shards_known):
+        source = self.data.source
+        if self._counts:
             self.lengths.note(_NAME, source.length, self._number_read, self._has_ended)
         self._counts = False
 
-    def micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
+    def read_epoch(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         """Start an epoch, and return its micro-batches from number ``first`` on. Workers begin to read immediately."""
-        source, strategy, weigh = self._data.source, self.strategy, self.weigh
-        size = self.window_size
+        source, strategy, weigh = self.data.source, self.strategy, self.weigh
+        size = self.get_window_size()
         origin = self.origin_of(epoch)
-        order = 0 if self.trainer.overfit_batches else epoch
-        limit = None if self._data.limit is None else max(0, self._data.limit - first)
-        if origin.samples and self._data.limit == source.length:
+        order = 0 if self.repeats_order else epoch
+        limit = None if self.data.limit is None else max(0, self.data.limit - first)
+        if origin.samples and self.data.limit == source.length:
             limit = None  # an epoch that began with another world size ends with its data
         batches = source.epoch(order, first, origin)
         shares = None if self._exchanges or weigh is not None else source.shards(order, first, origin)
@@ -149,19 +147,15 @@ class EpochReader:
             micro_batches = precomputed_windows(batches, size, strategy.data_world_size, weigh, shares)
         if self.move is None:
             return micro_batches
-        return self.move.micro_batches(
-            micro_batches, ahead=not source.stateful, fresh_memory=copies or source.fresh_memory
-        )
+        return self.move.move_all(micro_batches, ahead=not source.stateful, fresh_memory=copies or source.fresh_memory)
 
     def _read(self, batches: Batches, copies: bool) -> Batches:
         """Yield the batches of an epoch, and take notes of each: this is what happens whenever a batch is read.
 
         A source whose batches need no notes is read without this generator.
         """
-        source, rng_replay = self._data.source, self.rng_replay if self._reads_ahead else None
+        source, rng_replay = self.data.source, self.rng_replay if self._reads_ahead else None
         compares_order = source.needs_order_check
-        length = source.length if self._counts else None
-        excess = -1 if length is None else _EXCESS_FACTOR * length + 1
         while True:
             if rng_replay is not None:
                 rng_replay.before_read(self.progress.batch_idx)
@@ -175,8 +169,6 @@ class EpochReader:
                 self._has_ended = True
                 return
             self._number_read += 1
-            if self._number_read == excess and length is not None:
-                self.lengths.report_now(_NAME, length, excess)
             yield (copy_batch(pair[0]), pair[1]) if copies else pair
 
     def _note_end_on_all_ranks(self) -> None:

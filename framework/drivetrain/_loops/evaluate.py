@@ -9,21 +9,21 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drivetrain._data.batch_copies import copy_containers
 from drivetrain._data.batch_source import NO_BATCH, BatchSource, LimitedSource
 from drivetrain._data.sharding import BatchShare
 from drivetrain._loops.batch_mover import Move
-from drivetrain._loops.data_checks import Lengths, compare_order
+from drivetrain._loops.data_checks import compare_order
 from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import HookTable, is_overridden
+from drivetrain._loops.loop_log import LoopLog
 from drivetrain._loops.step_calls import bind_step
 from drivetrain._loops.uneven_inputs import LoggingPaused, without_side_effects
 from drivetrain._loops.windows import Batches
 from drivetrain._metrics import MetricStore
 from drivetrain._module.module_hooks import ModuleHooks
-from drivetrain._run_state import Position
+from drivetrain._run_state import CurrentBatch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -42,16 +42,12 @@ class LoaderLoop:
         runner: the function that `Strategy.setup_module` returned, which calls a step of the module.
         strategy: the strategy that runs the module.
         hooks: the overridden hooks.
-        position: the running loop and the batch being processed, which this loop sets.
-        metrics: the logged values.
+        current: the running loop and the batch being processed, which this loop sets.
+        log: reduces the logged values and sends them to the loggers.
         sources: the source of the batches of each loader.
         get_limits: reads the sizes of the loaders' data again, and returns the maximal number of micro-batches of each
             loader; None for all. Collective. It is called after the hooks that begin an evaluation.
         move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are already on the device.
-        lengths: warns about loaders whose length proved wrong.
-        log: sends a dict of numbers to the loggers; None without loggers.
-        write_progress: called with the number of micro-batches of all loaders that are done.
-        report_every: the number of micro-batches from one call of ``write_progress`` to the next.
         sync_buffers: gives every rank the buffers of rank 0.
         no_gradient: returns the context without gradients: `torch.no_grad` or `torch.inference_mode`.
         early_exit: lets the ranks interrupt the loop; None if it always runs to its end.
@@ -62,20 +58,17 @@ class LoaderLoop:
     runner: StepRunner
     strategy: Strategy
     hooks: HookTable
-    position: Position
-    metrics: MetricStore
+    current: CurrentBatch
+    log: LoopLog
     sources: Sequence[BatchSource]
     get_limits: Callable[[], Sequence[int | None]]
     move: Move | None
-    lengths: Lengths
-    log: Callable[[Mapping[str, Tensor | float]], None] | None
-    write_progress: Sequence[Callable[[int], None]]
-    report_every: int
     sync_buffers: Callable[[], object]
     no_gradient: Callable[[], AbstractContextManager[Any]]
     early_exit: EarlyExit | None
 
     def __post_init__(self) -> None:
+        self.metrics = self.log.metrics
         self._name = name = HOOK_STAGE_NAMES[self.stage]
         self._several = len(self.sources) > 1
         self._step = bind_step(self.runner, getattr(self.module, f"{name}_step"), self._several)
@@ -111,26 +104,25 @@ class LoaderLoop:
             first: the number of the first micro-batch.
             equal_counts: whether all ranks have the same number of micro-batches.
         """
-        position, early_exit, count = self.position, self.early_exit, first
+        current, early_exit, count = self.current, self.early_exit, first
         word = "prediction" if self.stage == "predict" else self._name
         title = f"{word} loader {index}" if self._several else f"{word} loader"
-        previous = position.enter("prediction" if self.stage == "predict" else "evaluation")
+        previous = current.enter("prediction" if self.stage == "predict" else "evaluation")
         batches = evaluation_batches(source, self.strategy, title, limit, first)
         for batch_idx, (batch, share) in enumerate(batches, first):
-            position.current_batch = batch_idx
-            if self.write_progress and batch_idx > first and (batch_idx - first) % self.report_every == 0:
-                for write in self.write_progress:
-                    write(self._batches_before + batch_idx)
+            current.batch_idx = batch_idx
+            if self.log.write_progress and batch_idx > first and (batch_idx - first) % self.log.every == 0:
+                self.log.report(self._batches_before + batch_idx)
             # A rank without data repeats its last batch, with start < 0, to join collectives. This does not count.
             count += not share.joins or share.start >= 0
             yield batch_idx, batch, share
             if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
                 break
-        position.leave(previous)
+        current.leave(previous)
         self._has_exited = early_exit is not None and early_exit.has_exited(equal_counts)
         if not self._has_exited:
             self._batches_before += count
-            self.lengths.note(title, source.length, count, ended=limit is None or count < limit)
+            self.log.lengths.note(title, source.length, count, ended=limit is None or count < limit)
 
     def _run_step(self, host_batch: Any, batch_idx: int, index: int, samples: int | None) -> Any:
         """Run the step, and the hooks around it; return the step's output."""
@@ -165,8 +157,6 @@ class EvaluateLoop(LoaderLoop):
                 early_exit.begin()
             for hook in (*self._hooks("start"), *self._hooks("epoch_start")):
                 hook()
-            if early_exit is not None:
-                early_exit.mark_start_hooks_done()
             had_data = []
             for index, source, limit in self._loaders():
                 metrics.dataloader_idx = index if self._several else None
@@ -179,16 +169,16 @@ class EvaluateLoop(LoaderLoop):
                 had_data.append(metrics.had_data)
             metrics.had_data = all(had_data)
             metrics.dataloader_idx = None
-            results = self._reduce()
+            results = self.log.reduce_epoch("the reduction of an evaluation's values")
             epoch_end = self._hooks("epoch_end")
             for hook in epoch_end:
                 hook()
             if epoch_end:
-                results = self._reduce()  # includes the values that the epoch_end hooks logged
+                results = self.log.reduce_epoch("the reduction of an evaluation's values")  # with those of the hooks
             metrics.reset_metrics()
             numbers = {key: float(value) for key, value in results.items()}
             loaders = {entry.epoch_name: entry.loader_idx for entry in metrics.entries.values()}
-            self._log_values(numbers)
+            self.log.flush_epoch(numbers)
             metrics.enter(None)  # refuses values logged from here on, which no logger would receive
             for hook in self._hooks("end"):
                 hook()
@@ -205,20 +195,6 @@ class EvaluateLoop(LoaderLoop):
                 # This rank has no samples in the batch, and only joins the forwards of the other ranks, as padding.
                 self._join(batch, batch_idx, index)
         self.metrics.batch = None
-
-    def _reduce(self) -> dict[str, Tensor]:
-        results, ranks = self.metrics.reduce_epoch("the reduction of an evaluation's values", self.lengths.has_mismatch)
-        self.lengths.warn_together(ranks)
-        return results
-
-    def _log_values(self, numbers: dict[str, float]) -> None:
-        if self.log is None:
-            return
-        names = {entry.epoch_name for entry in self.metrics.entries.values() if entry.logger}
-        values: dict[str, Tensor | float] = {key: number for key, number in numbers.items() if key in names}
-        values.update(self.metrics.flush_steps())
-        if values:
-            self.log(values)
 
 
 def _by_loader(numbers: dict[str, float], count: int, loaders: Mapping[str, int | None]) -> list[dict[str, float]]:

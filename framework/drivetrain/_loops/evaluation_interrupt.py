@@ -37,9 +37,6 @@ class EarlyExit:
     def begin(self) -> None:
         """Record the state that `undo` restores, before any hook of the evaluation is called."""
 
-    def mark_start_hooks_done(self) -> None:
-        """Note that the hooks that begin the evaluation have been called. Collective."""
-
     def exits(self) -> bool:
         """Return whether to exit. Called after each micro-batch, at least while ``stop.counts_points``."""
         if not self.stop.exits_at_point(self._ranks_are_apart):
@@ -96,11 +93,9 @@ class ValidationExit(EarlyExit):
         self._restorers: Sequence[Callable[[], object]] = ()
 
     def begin(self) -> None:
+        self._must_finish = False
         self._weights_at_start = self._weight_sums()
         self._restorers = BufferSnapshot(self._module).restore, self._metrics.objects.restorer()
-
-    def mark_start_hooks_done(self) -> None:
-        self._must_finish = self._weights_changed("the hooks that begin a validation run")
 
     def exits(self) -> bool:
         if not super().exits():

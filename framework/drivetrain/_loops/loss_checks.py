@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from drivetrain._loops.step import RunMicroBatch, TrainStep
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
 from drivetrain.errors import NonFiniteError
 
@@ -24,46 +21,39 @@ class EpochChecks:
 
     Args:
         step: the training step, which has the last loss.
-        metrics: the logged values, which include the loss under manual optimization.
         progress: the counters.
         warns: whether this rank checks losses and warns.
         after_first: called once, if this rank warns, after the first micro-batch of this run.
     """
 
-    def __init__(
-        self, step: TrainStep, metrics: MetricStore, progress: Progress, warns: bool, after_first: Callable[[], None]
-    ) -> None:
+    def __init__(self, step: TrainStep, progress: Progress, warns: bool, after_first: Callable[[], None]) -> None:
         self._step = step
-        self._metrics = metrics
         self._progress = progress
         self.warns = warns
         self._after_first: Callable[[], None] | None = after_first
         self._steps_before: int | None = None  # global_step at the epoch's start; None in an epoch that was resumed
-        self._first_losses: Mapping[str, Any] | None = None  # the losses after the epoch's first micro-batch
-        # A loss and its copy. The reference is weak, because `TrainStep.release` has to free the loss.
-        self._loss_before_validation: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
+        self._has_trained = False  # in this epoch
+        self._first_loss: torch.Tensor | None = None
+        # The last loss, and the number of micro-batches by then. Compiled steps of a validation may overwrite the loss.
+        self._before_validation: tuple[int, torch.Tensor | None] = (-1, None)
         self._warned: set[str] = set()
 
     def begin_epoch(self, is_resumed: bool) -> None:
         """Begin an epoch, or go on in one that an earlier run began."""
         self._steps_before = None if is_resumed else self._progress.global_step
-        self._first_losses = None
+        self._has_trained, self._first_loss = False, None
 
     def after_first_micro_batch(self) -> None:
-        """Keep the losses of the first micro-batch of the epoch that this run trains on."""
-        # The losses are copied, since a compiled step or a hook may overwrite the tensors.
-        self._first_losses = {
-            name: loss.clone() if isinstance(loss, torch.Tensor) else loss for name, loss in self._losses().items()
-        }
+        """Keep the loss of the first micro-batch of the epoch that this run trains on."""
+        self._has_trained, self._first_loss = True, self._copy_of_loss()
         if self._after_first is not None:
             after_first, self._after_first = self._after_first, None
             after_first()
 
     def before_validation(self) -> None:
-        """Copy the last loss, which compiled steps of a validation may overwrite before the epoch's end."""
-        loss = self._step.last_loss
-        if self.warns and loss is not None:
-            self._loss_before_validation = weakref.ref(loss), loss.detach().clone()
+        """Keep the last loss until the epoch's end."""
+        if self.warns:
+            self._before_validation = self._progress.micro_batches, self._copy_of_loss()
 
     def check_steps(self) -> None:
         """Warn about an epoch without an optimizer step, once its data has ended."""
@@ -76,11 +66,23 @@ class EpochChecks:
             )
 
     def end_epoch(self) -> None:
-        """Warn about the losses of the epoch that ends, and about a missing manual step. Waits for the device."""
+        """Warn about the loss in the epoch that ends, and about a missing manual step. Waits for the device."""
         if not self.warns:
             return
-        self._check_losses()
-        if self._first_losses is not None and self._step.manual_step_missing and self._is_first("no manual step"):
+        kept_at, last = self._before_validation
+        if kept_at != self._progress.micro_batches:
+            last = self._step.last_loss
+        first = last if self._first_loss is None else self._first_loss
+        not_finite = [loss.item() for loss in (first, last) if loss is not None and not loss.isfinite()]
+        if len(not_finite) == 2 and self._is_first("loss"):
+            logger.warning(
+                "In epoch %d the loss was %s after the first micro-batch, and %s after the last: the module no longer "
+                "learns. Check the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True stop at "
+                "the first such value. This warning is not repeated.",
+                self._progress.epoch,
+                *not_finite,
+            )
+        if self._has_trained and self._step.manual_step_missing and self._is_first("no manual step"):
             logger.warning(
                 "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "
                 "manual optimization the engine does not step optimizers, so nothing was trained. This warning is not "
@@ -94,37 +96,9 @@ class EpochChecks:
         self._warned.add(warning)
         return is_first
 
-    def _check_losses(self) -> None:
-        if "loss" in self._warned:
-            return
-        last = self._losses()
-        first = last if self._first_losses is None else self._first_losses
-        for name, value in last.items():
-            if name in first and not _is_finite(value) and not _is_finite(first[name]) and self._is_first("loss"):
-                logger.warning(
-                    "In epoch %d %s was %s after the first micro-batch, and %s after the last: the module no longer "
-                    "learns. Check the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True "
-                    "stop at the first such value. This warning is not repeated.",
-                    self._progress.epoch,
-                    name,
-                    float(first[name]),
-                    float(value),
-                )
-
-    def _losses(self) -> dict[str, Any]:
+    def _copy_of_loss(self) -> torch.Tensor | None:
         loss = self._step.last_loss
-        if loss is not None:
-            if self._loss_before_validation is not None and self._loss_before_validation[0]() is loss:
-                return {"the loss": self._loss_before_validation[1]}
-            return {"the loss": loss.detach()}
-        entries = self._metrics.entries.values()
-        # Only losses are checked. Other values, such as a best value or a perplexity, may be infinite on purpose.
-        logged = (entry for entry in entries if entry.on_step and entry.last is not None)
-        return {entry.name: entry.last for entry in logged if "loss" in entry.name.lower()}
-
-
-def _is_finite(value: Any) -> bool:
-    return bool(value.isfinite().all()) if isinstance(value, torch.Tensor) else math.isfinite(value)
+        return None if loss is None else loss.detach().clone()
 
 
 # ``Fit(detect_anomaly=True)``

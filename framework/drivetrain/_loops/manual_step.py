@@ -38,7 +38,7 @@ class ManualStep(TrainStep):
         self._outside_forward = strategy.precision.outside_forward if suspends_forward(strategy) else nullcontext
         self._backward_in_context = suspends_forward(strategy) or syncs_in_context(strategy)
         self._scale = 1.0
-        self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
+        self._toggled: AbstractContextManager[None] | None = None
         self._has_stepped = False
         self._compares_samples = strategy.world_size > 1 and strategy.rank == 0
         self._versions_at_start = self._sum_versions()
@@ -76,14 +76,13 @@ class ManualStep(TrainStep):
             else:
                 output = self._training_step(micro_batch.batch, batch_idx)
         except BaseException:
-            if self._toggled is not None:  # restore requires_grad, since the module may be used after the failed run
-                self._untoggle()
+            self.untoggle()  # restores requires_grad, since the module may be used after the failed run
             raise
         if self._toggled is not None:
-            self._raise_open_toggle(self._toggled[0])
+            self._raise_open_toggle("ended")
         if trainables.checks_each_window:
             if trainables.has_changed():
-                trainables.raise_if_changed(mention_toggling=True)
+                trainables.raise_if_changed()
             trainables.window_open = False
         return {} if output is None else output
 
@@ -94,12 +93,13 @@ class ManualStep(TrainStep):
         trainables = self.trainables
         if trainables.window_open and trainables.has_changed():
             trainables.raise_if_changed(unfrozen_only=True)
+        self.last_loss = loss.detach()
         loss = loss if self._scale == 1.0 else loss * self._scale
         if self._backward_in_context:
             with self._outside_forward(), self.strategy.gradient_sync(True):
-                self._backward(loss)
+                self.run_backward(loss)
         else:
-            self._backward(loss)
+            self.run_backward(loss)
         # From here on, `training_step` may change the weights in other ways than by `OptimizerHandle.step`.
         self._weights_changed()
         for hook in self._after_backward:
@@ -120,37 +120,23 @@ class ManualStep(TrainStep):
     def toggle(self, optimizer: Any) -> None:
         """Disable the gradients of parameters that ``optimizer`` does not hold; called by ``self.toggle_optimizer``."""
         if self._toggled is not None:
-            raise ConfigurationError(
-                f"toggle_optimizer({_type_name(optimizer)}), while {_type_name(self._toggled[0])} is toggled.",
-                "no parameter of either optimizer would get a gradient.",
-                "call self.untoggle_optimizer first, or write 'with self.toggled_optimizer(optimizer):'.",
-            )
+            self._raise_open_toggle("toggled a second optimizer")
         context = self.strategy.requiring_grad_only_for(optimizer)
         context.__enter__()
-        self._toggled = (optimizer, context)
+        self._toggled = context
 
-    def untoggle(self, optimizer: Any) -> None:
+    def untoggle(self) -> None:
         """Undo `toggle`; called by ``self.untoggle_optimizer``."""
-        if self._toggled is None or _unwrapped(self._toggled[0]) is not _unwrapped(optimizer):
-            toggled = "none" if self._toggled is None else f"another one, {_type_name(self._toggled[0])},"
-            raise ConfigurationError(
-                f"untoggle_optimizer({_type_name(optimizer)}), but {toggled} is toggled.",
-                "untoggle_optimizer undoes what toggle_optimizer did to the parameters of the other optimizers.",
-                "call untoggle_optimizer once after each toggle_optimizer, with the same optimizer.",
-            )
-        self._untoggle()
+        if self._toggled is not None:
+            context, self._toggled = self._toggled, None
+            context.__exit__(None, None, None)
 
-    def _untoggle(self) -> None:
-        assert self._toggled is not None
-        context, self._toggled = self._toggled[1], None
-        context.__exit__(None, None, None)
-
-    def _raise_open_toggle(self, optimizer: Any) -> None:
-        self._untoggle()
+    def _raise_open_toggle(self, event: str) -> None:
+        self.untoggle()
         raise ConfigurationError(
-            f"{type(self.module).__name__}.training_step ended with {_type_name(optimizer)} toggled.",
+            f"{type(self.module).__name__}.training_step {event} while an optimizer was toggled.",
             "the parameters of the other optimizers would no longer train.",
-            "call self.untoggle_optimizer, or write 'with self.toggled_optimizer(optimizer):'.",
+            "call self.untoggle_optimizer first, or write 'with self.toggled_optimizer(optimizer):'.",
         )
 
     def clip_and_step(self, micro_batch: MicroBatch) -> bool:
@@ -160,11 +146,3 @@ class ManualStep(TrainStep):
                 self.strategy.precision.keep_pending_gradients([handle.optimizer for handle in self.handles])
             self.strategy.finish_step()
         return True
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
-
-
-def _type_name(optimizer: Any) -> str:
-    return type(_unwrapped(optimizer)).__name__

@@ -35,7 +35,7 @@ class OptimizerHandle:
     ) -> None:
         self.optimizer = optimizer
         self._strategy = strategy
-        self._step_optimizer: Callable[..., bool] = strategy.optimizer_step
+        self.step_optimizer: Callable[..., bool] = strategy.optimizer_step
         self._weights_changed = strategy.precision.weights_changed
         self._before_step = () if automatic else hooks.on_before_optimizer_step
         # A closure that is not passed on is called once, before the step.
@@ -70,11 +70,11 @@ class OptimizerHandle:
         try:
             if self._suspends_forward:
                 with self._strategy.precision.outside_forward():
-                    self.stepped = self._step_optimizer(self.optimizer)
+                    self.stepped = self.step_optimizer(self.optimizer)
             else:
-                self.stepped = self._step_optimizer(self.optimizer)
+                self.stepped = self.step_optimizer(self.optimizer)
         except Exception as error:
-            explain_missing_closure(error, self.optimizer, self._strategy)
+            explain_missing_closure(error, self.optimizer)
             raise
         self._weights_changed()
         return loss
@@ -96,18 +96,11 @@ class OptimizerHandle:
             return loss
 
         with precision.outside_forward() if self._suspends_forward else nullcontext():
-            self.stepped = self._step_optimizer(self.optimizer, evaluate)
+            self.stepped = self.step_optimizer(self.optimizer, evaluate)
         self._weights_changed()
         return losses[0] if losses else None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the optimizer's parameters."""
-        self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # copy and pickle read attributes before they are set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"OptimizerHandle({self.optimizer!r})"

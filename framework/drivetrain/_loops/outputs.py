@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 from drivetrain._data.batch_copies import copy_batch
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.errors import ConfigurationError
 
 _HOST = torch.device("cpu")
 
@@ -31,23 +30,11 @@ def on_host(output: Any, fresh_memory: bool) -> Any:
 
 
 def exchange(outputs: list[Any], control: ControlPlane) -> list[list[Any]]:
-    """Return the outputs of all ranks, by rank, on every rank. The outputs are sent as pickles.
-
-    Raises:
-        ConfigurationError: an output cannot be pickled.
-    """
+    """Return the outputs of all ranks, by rank, on every rank. The outputs are sent as pickles."""
     if control.world_size == 1:
         return [outputs]
     stream = io.BytesIO()
-    try:
-        _HostPickler(stream, pickle.HIGHEST_PROTOCOL).dump(outputs)
-    except Exception as error:
-        raise ConfigurationError(
-            f"predict_step returned an object that cannot be sent to the other ranks: {error}",
-            "every rank gets the outputs of all ranks, which are sent as pickles.",
-            "return tensors, or write the outputs in on_predict_batch_end and call predict with "
-            "return_predictions=False.",
-        ) from error
+    _HostPickler(stream, pickle.HIGHEST_PROTOCOL).dump(outputs)
     return [pickle.loads(pickled) for pickled in control.gather_bytes(stream.getvalue())]
 
 

@@ -54,8 +54,8 @@ class PredictLoop(LoaderLoop):
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self.metrics.enter(None)
-        (ranks,) = self.strategy.control.count_flags("the end of prediction", self.lengths.has_mismatch)
-        self.lengths.warn_together(ranks)
+        (ranks,) = self.strategy.control.count_flags("the end of prediction", self.log.lengths.has_mismatch)
+        self.log.lengths.warn_together(ranks)
         if not self.keeps_outputs:
             return None
         merged = [_merge(exchange(loader_outputs, self.strategy.control)) for loader_outputs in local_outputs]
@@ -70,7 +70,7 @@ class PredictLoop(LoaderLoop):
         equal_counts = source.shards_known and not checks
         for batch_idx, batch, share in self._batches(index, source, limit, first=first, equal_counts=equal_counts):
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
-            self.position.indices = None if share.joins else indices
+            self.current.indices = None if share.joins else indices
             predicted = checks and (share.joins or self._is_predicted(batch_idx, index))
             done = collective and checks and self._is_predicted_on_all_ranks(predicted)
             if share.joins or predicted:
@@ -83,7 +83,7 @@ class PredictLoop(LoaderLoop):
                 # If the loader reuses the memory of batches, an output on the host may have to be copied.
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees the output's memory before the next step
-        self.position.indices = None
+        self.current.indices = None
         return kept if self.strategy.is_data_leader else []
 
     def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:

@@ -40,7 +40,7 @@ class Schedulers:
     """Whether a scheduler is stepping. True after a step that failed, because the schedulers then disagree."""
 
     def __post_init__(self) -> None:
-        self._warned_names: set[str] = set()
+        self._warned: set[str] = set()
         self._by_step = [config for config in self.configs if config.interval == "step"]
         self._by_epoch = [config for config in self.configs if config.interval == "epoch"]
         self.used_at: dict[str, int] = {}
@@ -53,29 +53,23 @@ class Schedulers:
         Raises:
             ConfigurationError: a schedule has ended because it was built on a wrong length.
         """
-        if global_step > self.estimated_steps:
-            self._after_estimated_end(global_step)
-            return
         for config in self._by_step:
+            is_late = global_step > self.estimated_steps
+            if is_late and self.estimate_was_read and global_step == self.estimated_steps + 1 and _is_at_zero(config):
+                raise self._schedule_ended(config)
             if global_step % config.frequency == 0:
-                self._step_scheduler(config)
+                try:
+                    self._step_scheduler(config)
+                except ValueError as error:  # OneCycleLR raises this error after its last step
+                    if is_late:
+                        raise self._schedule_ended(config) from error
+                    raise
 
     def after_epoch(self, epochs: int) -> None:
         """Step the schedulers whose interval is an epoch, after ``epochs`` completed epochs."""
         for config in self._by_epoch:
             if epochs % config.frequency == 0:
                 self._step_scheduler(config)
-
-    def _after_estimated_end(self, global_step: int) -> None:
-        """Step schedulers after more optimizer steps than were estimated."""
-        for config in self._by_step:
-            if self.estimate_was_read and global_step == self.estimated_steps + 1 and _is_at_zero(config):
-                raise self._schedule_ended(config)
-            if global_step % config.frequency == 0:
-                try:
-                    self._step_scheduler(config)
-                except ValueError as error:  # OneCycleLR raises this error after its last step
-                    raise self._schedule_ended(config) from error
 
     def _schedule_ended(self, config: SchedulerConfig) -> ConfigurationError:
         steps, length = self.estimated_steps, self.estimated_length
@@ -96,7 +90,11 @@ class Schedulers:
             index, logged_at = self.configs.index(config), self.metrics.logged_at(config.monitor)
             if logged_at is not None:
                 if self.used_at.get(str(index)) == logged_at:
-                    self._say_stale(config)
+                    self._warn_once(
+                        f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged again "
+                        "since the scheduler's last step. The step is skipped: set 'frequency' to how often the value "
+                        "is logged."
+                    )
                     return
                 self.used_at[str(index)] = logged_at
         self.is_stepping = True
@@ -107,16 +105,6 @@ class Schedulers:
         else:
             config.scheduler.step(value)
         self.is_stepping = False
-
-    def _say_stale(self, config: SchedulerConfig) -> None:
-        if f"stale {config.monitor}" not in self._warned_names and self.warns:
-            logger.warning(
-                "%s monitors %r, which was not logged again since the scheduler's last step. The step is skipped: set "
-                "'frequency' to how often the value is logged. This warning is not repeated.",
-                type(config.scheduler).__name__,
-                config.monitor,
-            )
-        self._warned_names.add(f"stale {config.monitor}")
 
     def _handle_missing(self, config: SchedulerConfig, monitor: str) -> None:
         names = list(self.metrics.callback_metrics())
@@ -131,13 +119,12 @@ class Schedulers:
                 "log the value before the scheduler steps, let the scheduler step as often as the value is logged "
                 "('frequency': 2 with check_val_every_n_epoch=2), or skip such steps with 'strict': False.",
             )
-        if monitor not in self._warned_names and self.warns:
-            logger.warning(
-                "%s %s The step of the scheduler is skipped because of 'strict': False. This warning is not repeated.",
-                problem,
-                logged,
-            )
-        self._warned_names.add(monitor)
+        self._warn_once(f"{problem} {logged} The step of the scheduler is skipped because of 'strict': False.")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and self.warns:
+            logger.warning("%s This warning is not repeated.", text)
+        self._warned.add(text)
 
 
 def _is_at_zero(config: SchedulerConfig) -> bool:

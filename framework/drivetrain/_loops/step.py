@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -63,11 +62,11 @@ class TrainStep:
     run_weightless: RunMicroBatch = field(init=False)
     """Runs a micro-batch of weight 0: either this rank has no data left and only joins, or the batch is empty."""
     last_loss: Tensor | None = field(default=None, init=False)
-    """The loss of the last micro-batch, of shape (); None with manual optimization."""
+    """The last loss of which a backward was run, of shape ()."""
 
     def __post_init__(self) -> None:
         self._training_step = bind_step(self.runner, self.module.training_step)
-        self._backward = resolve_backward(self.module, self.strategy)
+        self.run_backward = resolve_backward(self.module, self.strategy)
         self._before_backward = self.hooks.on_before_backward
         self._after_backward = self.hooks.on_after_backward
         self._scales_loss = self.strategy.precision.scales_loss
@@ -170,7 +169,7 @@ class AutomaticStep(TrainStep):
         for hook in self._before_backward:
             hook(loss)
         self.last_loss = loss
-        self._backward(loss if micro_batch.scale == 1.0 else loss * micro_batch.scale)
+        self.run_backward(loss if micro_batch.scale == 1.0 else loss * micro_batch.scale)
         for hook in self._after_backward:
             hook()
         return output
@@ -209,7 +208,7 @@ class AutomaticStep(TrainStep):
                     else:
                         stepped &= self._step_optimizer(optimizer)
                 except Exception as error:
-                    explain_missing_closure(error, optimizer, strategy)
+                    explain_missing_closure(error, optimizer)
                     raise
         if self._scales_loss:
             strategy.finish_step()
@@ -251,29 +250,19 @@ class AutomaticStep(TrainStep):
         skipped, self._skipped = self._skipped, 0.0
         contributed = window_weight - skipped
         if contributed <= 0:
-            if not self._has_warned_of_no_step:
-                self._has_warned_of_no_step = True
-                self._warn_of_no_step(skipped > 0)
+            if not self._has_warned_of_no_step and self.strategy.rank == 0:
+                logger.warning(
+                    "A window made no step: %s.training_step returned no loss, or the weights of the micro-batches sum "
+                    "to zero. Unless that is intended, end training_step with return loss, and check batch_weight. "
+                    "This warning is not repeated.",
+                    type(self.module).__name__,
+                )
+            self._has_warned_of_no_step = True
             self.drop_window()
             return False
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         torch._foreach_mul_(gradients, window_weight / contributed)
         return True
-
-    def _warn_of_no_step(self, skipped: bool) -> None:
-        if not skipped:
-            warnings.warn(
-                "An accumulation window made no step, because the weights of its batches sum to zero. "
-                "This warning is not repeated.",
-                stacklevel=3,
-            )
-        elif self.strategy.rank == 0:
-            logger.warning(
-                "A window made no step: %s.training_step returned None, or a loss that is None, for each of its "
-                "micro-batches. Unless that is intended, end training_step with return loss. "
-                "This warning is not repeated.",
-                type(self.module).__name__,
-            )
 
     def _raise_invalid_loss(self, loss: Any, batch_idx: int) -> None:
         name = f"{type(self.module).__name__}.training_step"
@@ -283,23 +272,14 @@ class AutomaticStep(TrainStep):
                 "the other ranks wait for this rank's gradients, and DeepSpeed expects a backward of each micro-batch.",
                 "return a loss on every rank; to leave a batch out, give it the weight 0 (batch_weight).",
             )
-        if isinstance(loss, Tensor) and loss.dim():
-            raise ConfigurationError(
-                f"{name} returned a loss of shape {tuple(loss.shape)}.",
-                "backward starts from a scalar.",
-                "return loss.mean().",
-            )
+        returned = f"a {type(loss).__name__}"
         if isinstance(loss, Tensor):
-            raise ConfigurationError(
-                f"{name} returned a loss that requires no gradient.",
-                "the loss is detached from every trainable parameter.",
-                "compute the loss from the module's output, without .detach(), .item() or torch.no_grad(); "
-                "and check whether all parameters are frozen.",
-            )
+            returned = f"a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
         raise ConfigurationError(
-            f"{name} returned a {type(loss).__name__}.",
-            "the engine needs a loss.",
-            "return a tensor of shape (), a dict with 'loss', or None to skip the batch.",
+            f"{name} returned {returned}.",
+            "the engine runs the backward of a scalar that depends on trainable parameters.",
+            "return a tensor of shape (), such as loss.mean(), computed without .detach(), .item() or torch.no_grad(); "
+            "a dict with 'loss'; or None to skip the batch. Check whether all parameters are frozen.",
         )
 
     # The first micro-batch of a run

@@ -45,25 +45,15 @@ def bind_step(runner: StepRunner, step: Callable[..., Any], several: bool = Fals
     required = [parameter.name for parameter in positional if parameter.default is parameter.empty]
     count = 3 if takes_varargs else min(len(positional), 3)
     name = getattr(step, "__qualname__", repr(step))
-    if count == 0 or len(required) > 3:
-        raise ConfigurationError(
-            f"{name}({', '.join(parameters)}) cannot be called with a batch.",
-            "a step is called with (batch, batch_idx), and dataloader_idx if there are several loaders.",
-            f"write def {name.rpartition('.')[2]}(self, batch, batch_idx).",
-        )
-    if "dataloader_iter" in parameters:
-        raise ConfigurationError(
-            f"{name}({', '.join(parameters)}) takes the loader's iterator.",
-            "a step is called with a batch: the engine distributes data over ranks and counts what it has read.",
-            f"write def {name.rpartition('.')[2]}(self, batch, batch_idx).",
-        )
     # A step may take no batch_idx. The name of the second parameter then shows that it is dataloader_idx.
     skips_batch_idx = count == 2 and positional[1].name == "dataloader_idx"
-    if several and count < 3 and not skips_batch_idx:
+    lacks_loader = several and count < 3 and not skips_batch_idx
+    if count == 0 or len(required) > 3 or lacks_loader or "dataloader_iter" in parameters:
+        index = ", dataloader_idx=0" if several else ""
         raise ConfigurationError(
-            f"{name} takes no dataloader_idx, and there are several loaders.",
-            "the step could not tell which loader a batch comes from.",
-            f"write def {name.rpartition('.')[2]}(self, batch, batch_idx, dataloader_idx=0).",
+            f"{name}({', '.join(parameters)}) cannot be called with a batch{' of several loaders' if several else ''}.",
+            "a step is called with (batch, batch_idx), and dataloader_idx if there are several loaders.",
+            f"write def {name.rpartition('.')[2]}(self, batch, batch_idx{index}).",
         )
     call = step if runner is operator.call else partial(runner, step)
     if skips_batch_idx:

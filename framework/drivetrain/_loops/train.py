@@ -10,21 +10,18 @@ from typing import Any
 
 import torch
 
-from drivetrain._data.rng_replay import RngReplay
-from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._loops.data_checks import Lengths
 from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.loop_log import LoopLog
 from drivetrain._loops.loss_checks import EpochChecks
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.stopping import StopRequest, limit_reached
-from drivetrain._loops.uneven_inputs import Joining
+from drivetrain._loops.uneven_inputs import LoggingPaused
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._metrics import MetricStore
-from drivetrain._run_state import CheckpointsOfRun, Position, Progress
+from drivetrain._run_state import CheckpointsOfRun, CurrentBatch, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 
@@ -42,7 +39,7 @@ class EpochEnd(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LoopPosition:
+class LoopState:
     """Where training goes on after a save, besides the counters.
 
     Attributes:
@@ -70,20 +67,14 @@ class TrainLoop:
         step: trains on a micro-batch and steps the optimizers.
         reader: reads the data of an epoch.
         hooks: the overridden hooks.
-        control: the control plane, for agreements between ranks.
         progress: the counters that a checkpoint stores.
-        position: the micro-batch being processed.
+        current: the micro-batch being processed.
         stop: collects requests to end training early.
         max_epochs: the epochs after which training ends; None or -1 for no limit.
         max_steps: the optimizer steps after which training ends; -1 for no limit.
-        log_every: optimizer steps between two flushes to the loggers; 0 for no flush within an epoch.
-        metrics: the logged values.
-        log: sends a dict of numbers to the loggers; None without loggers.
-        write_progress: called at each flush with the number of micro-batches of the epoch that are done.
-        lengths: warns about loaders whose length proved wrong.
+        log: reduces the logged values and sends them to the loggers.
         saves: writes the checkpoints.
         snapshot: the state at the start of the open window; None if the run is never saved within a window.
-        rng_replay: restores the random generators when a resumed run reads data again.
         schedulers: steps the learning rates.
         validation: decides when to validate, and does.
         checks: warns about problems that are visible only over a whole epoch.
@@ -97,20 +88,14 @@ class TrainLoop:
     step: TrainStep
     reader: EpochReader
     hooks: HookTable
-    control: ControlPlane
     progress: Progress
-    position: Position
+    current: CurrentBatch
     stop: StopRequest
     max_epochs: int | None
     max_steps: int
-    log_every: int
-    metrics: MetricStore
-    log: Callable[[Mapping[str, torch.Tensor | float]], None] | None
-    write_progress: Sequence[Callable[[int], None]]
-    lengths: Lengths
+    log: LoopLog
     saves: CheckpointsOfRun
     snapshot: WindowSnapshot | None
-    rng_replay: RngReplay
     schedulers: Schedulers
     validation: ValidationPlan
     checks: EpochChecks
@@ -119,8 +104,8 @@ class TrainLoop:
     resize: Callable[[bool], bool]
 
     def __post_init__(self) -> None:
-        self._flushed_at = 0  # the number of micro-batches trained on before the last flush
-        self._resumed: LoopPosition | None = None
+        self.metrics, self.rng_replay = self.log.metrics, self.reader.rng_replay
+        self._resumed: LoopState | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # whether a preemption came after max_steps but before the epoch's end
         self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
@@ -129,7 +114,7 @@ class TrainLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
-        position = LoopPosition(
+        saved = LoopState(
             data_is_over=self._data_is_over or self._is_data_over(),
             # The snapshot of an epoch's first window was taken after the hooks of the epoch's start.
             has_begun=self.snapshot is not None and self.snapshot.is_active and self.progress.batch_idx == 0,
@@ -139,15 +124,15 @@ class TrainLoop:
             validation_is_due=self.validation.next_at == self.progress.batch_idx,
         )
         plateaus = self.schedulers.used_at
-        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": dict(plateaus)}
+        return {**asdict(saved), "flushed_at": self.log.flushed_at, "plateaus": dict(plateaus)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make `run` resume at the position that `state_dict` returned."""
-        position = dict(state)
-        self._flushed_at = int(position.pop("flushed_at"))
-        plateaus = position.pop("plateaus")
+        """Make `run` resume with the state that `state_dict` returned."""
+        saved = dict(state)
+        self.log.flushed_at = int(saved.pop("flushed_at"))
+        plateaus = saved.pop("plateaus")
         self.schedulers.used_at = {index: int(step) for index, step in plateaus.items()}
-        self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
+        self._resumed = LoopState(**{**saved, "validated_at": int(saved["validated_at"])})
 
     # The operations of a run, an epoch and a step, in their order
 
@@ -164,13 +149,13 @@ class TrainLoop:
             data_is_over = resumed is not None and resumed.data_is_over
             reset_metrics, resumed = True, None
             snapshot = self.snapshot
-            if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.window_size):
+            if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.get_window_size()):
                 snapshot = None
-            previous = self.position.enter("training")
+            previous = self.current.enter("training")
             self.saves.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
-            self.position.leave(previous)
-            self.position.micro_batch = None
+            self.current.leave(previous)
+            self.current.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
             self.saves.in_epoch = False
             if self.saves.rollback is not None and not self.stop.preempted:
@@ -178,7 +163,7 @@ class TrainLoop:
             elif run_ends:
                 return
 
-    def _begin_epoch(self, resumed: LoopPosition | None, reset_metrics: bool) -> None:
+    def _begin_epoch(self, resumed: LoopState | None, reset_metrics: bool) -> None:
         """Load the epoch's data and call the hooks that begin it, unless they were called before a resume.
 
         Args:
@@ -212,10 +197,10 @@ class TrainLoop:
             snapshot: the state at the start of a window; None if the epoch is never left within a window.
             data_is_over: whether the epoch's last micro-batch was trained on before the run was saved and resumed.
         """
-        progress, position, stop, step = self.progress, self.position, self.stop, self.step
+        progress, current, stop, step = self.progress, self.current, self.stop, self.step
         metrics, validation, requests = self.metrics, self.validation, self.saves.waiting
         batch_start, batch_end = self.hooks.on_train_batch_start, self.hooks.on_train_batch_end
-        max_steps, log_every = self.max_steps, self.log_every
+        max_steps, log_every = self.max_steps, self.log.every
         step_schedulers = self.schedulers.after_step if self.schedulers.has_step_schedulers else None
         if progress.batch_idx == validation.next_at:  # the run was saved just before the validation that is due here
             ended = self._resume_with_validation(data_is_over)
@@ -223,7 +208,7 @@ class TrainLoop:
                 return ended
         if data_is_over:
             return EpochEnd.DATA
-        micro_batches = self.reader.micro_batches(progress.epoch, progress.batch_idx)
+        micro_batches = self.reader.read_epoch(progress.epoch, progress.batch_idx)
         checks_first = self.checks.warns
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
@@ -231,10 +216,10 @@ class TrainLoop:
         # The batch of each micro-batch is on the device. A window is the micro-batches of one optimizer step.
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
-            position.current_batch, position.micro_batch = batch_idx, micro_batch
+            current.batch_idx, current.micro_batch = batch_idx, micro_batch
             metrics.batch, metrics.samples = batch, samples
             metrics.had_data = metrics.had_data or samples > 0
-            joining = None if samples else Joining(metrics)
+            joining = None if samples else LoggingPaused(metrics, joins=True)
             if batch_start and self._skips_rest_of_epoch(batch_start, batch, batch_idx):
                 return self._drop_window(joining)
             if micro_batch.opens:
@@ -260,7 +245,7 @@ class TrainLoop:
             if joining is not None:
                 joining.end()
             if stepped and log_every and progress.global_step % log_every == 0:
-                self._flush()
+                self.log.flush_steps(progress)
             if requests and micro_batch.closes and self._save_or_roll_back():
                 return EpochEnd.ROLLBACK
             if progress.batch_idx == validation.next_at and (ended := self._validate(micro_batch.closes)):
@@ -290,21 +275,20 @@ class TrainLoop:
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
             self.checks.before_validation()
-            self.validation.run_at_epoch_end(ended is EpochEnd.STOPPED, self._data_is_over)
+            self.validation.run_at_epoch_end(ended is EpochEnd.STOPPED)
             if self.stop.preempted:
                 self._leave()
                 return True
             self.saves.carry_out_requests()
-        results = self._reduce_epoch()
+        results = self.log.reduce_epoch("the reduction of an epoch's values")
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
         if hooks.early["on_train_epoch_end"]:
-            results = self._reduce_epoch()  # with the values that the early hooks logged
+            results = self.log.reduce_epoch("the reduction of an epoch's values")  # with what the early hooks logged
         metrics.reset_metrics()
-        if self.log_every and progress.micro_batches != self._flushed_at:
-            self._reduce_steps()
-        if self.log is not None:
-            self._flush_epoch(results)
+        if self.log.every and progress.micro_batches != self.log.flushed_at:
+            self.log.reduce_steps(progress)
+        self.log.flush_epoch(results)
         for hook in hooks.late["on_train_epoch_end"]:
             hook()
         self.checks.end_epoch()
@@ -352,14 +336,14 @@ class TrainLoop:
         # A rank on which no hook returned -1 waits in a collective of its step. After the timeout, the agreement raises
         # an error that names this rank.
         purpose = f"the end of epoch {self.progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
-        self.control.monitored_barrier(purpose, timeout=_SKIP_TIMEOUT)
+        self.step.strategy.control.monitored_barrier(purpose, timeout=_SKIP_TIMEOUT)
         return True
 
-    def _drop_window(self, joining: Joining | None) -> EpochEnd:
+    def _drop_window(self, joining: LoggingPaused | None) -> EpochEnd:
         self.step.drop_window()
         self.progress.within_window = False
         self.metrics.batch = None
-        self._flushed_at = -1  # the hook that ended the epoch may have logged values, which no step reduces
+        self.log.flushed_at = -1  # the hook that ended the epoch may have logged values, which no step reduces
         if joining is not None:
             joining.end()
         return EpochEnd.DATA
@@ -398,7 +382,7 @@ class TrainLoop:
             self.saves.save_before_leaving()
         if data_is_over:
             return EpochEnd.DATA
-        return self._end_at(EpochEnd.STOPPED, self.reader.micro_batches(progress.epoch, progress.batch_idx))
+        return self._end_at(EpochEnd.STOPPED, self.reader.read_epoch(progress.epoch, progress.batch_idx))
 
     def _stop_within_epoch(self, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
         """End the epoch after a window because a stop or a preemption was requested."""
@@ -430,39 +414,13 @@ class TrainLoop:
         self.saves.save_before_leaving()
         return EpochEnd.PREEMPTED
 
-    def _roll_back(self, load: Callable[[], None]) -> LoopPosition | None:
+    def _roll_back(self, load: Callable[[], None]) -> LoopState | None:
         """Restore an earlier checkpoint by ``load``; return the position of the loop that the checkpoint contains."""
         self.saves.rollback = None
         load()
         self.stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         return resumed
-
-    # Reduction of logged values, and their flush to the loggers
-
-    def _reduce_epoch(self) -> dict[str, torch.Tensor]:
-        results, ranks = self.metrics.reduce_epoch("the reduction of an epoch's values", self.lengths.has_mismatch)
-        self.lengths.warn_together(ranks)
-        return results
-
-    def _reduce_steps(self) -> None:
-        self._flushed_at = self.progress.micro_batches
-        self.metrics.reduce_steps()
-
-    def _flush(self) -> None:
-        self._reduce_steps()
-        if self.log is not None:
-            self.log(self.metrics.flush_steps())
-        for write in self.write_progress:
-            write(self.progress.batch_idx)
-
-    def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
-        assert self.log is not None
-        values: dict[str, torch.Tensor | float] = self.metrics.flush_steps() if self.log_every else {}
-        logged_names = {entry.epoch_name for entry in self.metrics.entries.values() if entry.logger and entry.on_epoch}
-        values.update({name: float(value) for name, value in results.items() if name in logged_names})
-        if values:
-            self.log(values)
 
 
 def detached(output: Any) -> Any:

@@ -72,8 +72,8 @@ class Trainables:
         self._frozen_by_strategy: set[str] = set()
         self._warned: set[str] = set()
         self._handles: list[Any] = []
-        self._patched: list[Optimizer] = []
-        self._resuming = False
+        self.resuming = False
+        """Whether the start hooks of a resumed run are being called. Groups that they add were already restored."""
         self.checks_each_window = strategy.world_size > 1 or is_overridden("trainable_changed", strategy, Strategy)
         """Whether changes are checked in each window because the strategy depends on them; otherwise once an epoch."""
         self.window_open = False
@@ -95,18 +95,16 @@ class Trainables:
         self._optimizers, self._schedulers = optimizers, schedulers
         self._groups = self._current_groups()
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-            self._handles.append(register(self._on_created))
+            self._handles.append(register(lambda *_: self.note_new_parameters()))
         for optimizer in optimizers:
-            self._patched.append(optimizer)
             optimizer.__dict__["add_param_group"] = self._checked_add_param_group(optimizer)
 
     def end(self) -> None:
         """Remove the hooks that `begin` installed."""
         for handle in self._handles:
             handle.remove()
-        for optimizer in self._patched:
+        for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
-        self._handles, self._patched = [], []
 
     # Checks
 
@@ -146,13 +144,12 @@ class Trainables:
         self._groups = self._current_groups()
         self.warn_of_unoptimized(self._optimizers)
 
-    def raise_if_changed(self, unfrozen_only: bool = False, mention_toggling: bool = False) -> None:
+    def raise_if_changed(self, unfrozen_only: bool = False) -> None:
         """Raise an error if parameters have changed since the window opened.
 
         Args:
             unfrozen_only: whether to ignore newly frozen parameters, since ``toggle_optimizer`` freezes the parameters
                 of other optimizers.
-            mention_toggling: whether the error mentions that an optimizer may still be toggled.
 
         Raises:
             ConfigurationError: parameters have changed. The error names them.
@@ -171,7 +168,7 @@ class Trainables:
             if parameter.requires_grad != requires_grad and (parameter.requires_grad or not unfrozen_only)
         ]
         if changed:
-            raise changed_within_window_error(changed, strategy_name, mention_toggling)
+            raise changed_within_window_error(changed, strategy_name)
 
     def warn_of_unoptimized(self, optimizers: Sequence[Optimizer]) -> None:
         """Warn, once per parameter, about trainable parameters that are in no optimizer."""
@@ -248,14 +245,7 @@ class Trainables:
                 listed(undone),
             )
 
-    def set_resuming(self, value: bool) -> None:
-        """Set whether the start hooks of a resumed run are being called. Groups that they add were already restored."""
-        self._resuming = value
-
     # Notifications of new layers and groups
-
-    def _on_created(self, module: Any, name: str, value: Any) -> None:
-        self.note_new_parameters()
 
     def _checked_add_param_group(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
         add = type(optimizer).add_param_group
@@ -268,7 +258,7 @@ class Trainables:
             group["params"] = params
             tensors = [param[1] if isinstance(param, tuple) else param for param in params]
             grouped = {id(param) for other in optimizer.param_groups for param in other["params"]}
-            if self._resuming and tensors and all(id(tensor) in grouped for tensor in tensors):
+            if self.resuming and tensors and all(id(tensor) in grouped for tensor in tensors):
                 if strategy.rank == 0:
                     logger.warning(
                         "A group of %d parameter(s) was not added again, since it was already restored from the "
@@ -285,28 +275,14 @@ class Trainables:
                 )
             strategy.check_added_group(optimizer)
             self._check_schedulers(optimizer)
-            before = len(optimizer.param_groups)
-            checked = {
-                (number, id(param))
-                for number, other in enumerate(self._optimizers)
-                for earlier in other.param_groups
-                for param in earlier["params"]
-            }
-            if (
-                before
-                and "param_names" in optimizer.param_groups[0]
-                and all(isinstance(param, torch.Tensor) for param in params)
-            ):
-                # An optimizer that was built from named parameters refuses a group without names.
-                names = {id(parameter): name for name, parameter in strategy.named_parameters().items()}
-                if all(id(param) in names for param in params):
-                    group["params"] = [(names[id(param)], param) for param in params]
             add(optimizer, group)
             try:
                 strategy.adopt_parameters([optimizer])
-                check_parameters(module, self._optimizers, module.automatic_optimization, checked)
+                check_parameters(
+                    module, self._optimizers, module.automatic_optimization, only=optimizer.param_groups[-1]
+                )
             except ConfigurationError:
-                del optimizer.param_groups[before:]
+                del optimizer.param_groups[-1]
                 raise
             self.note_new_parameters()
 
@@ -315,7 +291,7 @@ class Trainables:
     def _check_schedulers(self, optimizer: Optimizer) -> None:
         for config in self._schedulers:
             for scheduler in _with_inner_schedulers(config.scheduler):
-                if _has_fixed_groups(scheduler) and getattr(scheduler, "optimizer", None) is optimizer:
+                if isinstance(scheduler, _SCHEDULERS_WITH_FIXED_GROUPS) and scheduler.optimizer is optimizer:
                     raise ConfigurationError(
                         f"add_param_group on {type(optimizer).__name__}, whose scheduler is a "
                         f"{type(scheduler).__name__}.",
@@ -356,12 +332,6 @@ def freeze_only(named: Mapping[str, torch.nn.Parameter], frozen: set[str]) -> li
     for name in changed:
         named[name].requires_grad_(name not in frozen)
     return changed
-
-
-def _has_fixed_groups(scheduler: Any) -> bool:
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        return getattr(scheduler, "default_min_lr", 0.0) is None  # min_lr is a list with a number for each group
-    return isinstance(scheduler, _SCHEDULERS_WITH_FIXED_GROUPS)
 
 
 def _with_inner_schedulers(scheduler: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain._metrics import MetricStore
 
@@ -16,29 +16,20 @@ class LoggingPaused:
 
     Args:
         metrics: the logged values.
+        joins: whether this rank has no data, and runs a micro-batch and its hooks only to join the other ranks. Until
+            `end`, ``trainer.joining`` is then true.
     """
 
-    def __init__(self, metrics: MetricStore) -> None:
+    def __init__(self, metrics: MetricStore, joins: bool = False) -> None:
         self._metrics = metrics
         self._was_muted, self._was_joining = metrics.muted, metrics.joining
         self._restore_objects = metrics.objects.restorer()
-        metrics.muted = True
+        metrics.muted, metrics.joining = True, metrics.joining or joins
 
     def end(self) -> None:
         """Resume logging."""
         self._metrics.muted, self._metrics.joining = self._was_muted, self._was_joining
         self._restore_objects()
-
-
-class Joining(LoggingPaused):
-    """Marks a micro-batch that this rank joins without data, including its hooks, from its creation until `end`.
-
-    Until `end` is called, ``trainer.joining`` is true and logged values are discarded.
-    """
-
-    def __init__(self, metrics: MetricStore) -> None:
-        super().__init__(metrics)
-        metrics.joining = True
 
 
 @contextmanager
@@ -48,7 +39,7 @@ def without_side_effects(module: nn.Module, metrics: MetricStore) -> Iterator[No
     Only the step's changes to buffers are undone. The effects of hooks are kept: a hook that averages weights, for
     example, must run after the optimizer's step on every rank.
     """
-    joining = None if metrics.joining else Joining(metrics)
+    joining = None if metrics.joining else LoggingPaused(metrics, joins=True)
     buffers = BufferSnapshot(module)
     try:
         yield
@@ -76,13 +67,6 @@ class BufferSnapshot:
         for buffer, before in self._buffer_values:
             buffer.copy_(before)
         for layer, buffers in self._buffers_by_layer:
-            _restore(layer, buffers)
-
-
-def _restore(layer: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    for name in [*layer._buffers]:
-        if name not in buffers:
-            delattr(layer, name)
-    for name, buffer in buffers.items():
-        if name not in layer._buffers or layer._buffers[name] is not buffer:
-            layer._buffers[name] = buffer
+            for name in layer._buffers.keys() - buffers.keys():
+                delattr(layer, name)
+            layer._buffers.update(buffers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 
@@ -10,8 +9,6 @@ from drivetrain._loops.stopping import StopRequest
 from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
 from drivetrain.errors import ConfigurationError
-
-logger = logging.getLogger("drivetrain")
 
 
 @dataclass(eq=False)
@@ -27,7 +24,6 @@ class ValidationPlan:
         progress: the counters.
         stop: the requests to stop. Ranks exchange them after a validation, which may make early stopping request one.
         metrics: the logged values; `run` switches them back to the training stage after a validation.
-        warns: whether this rank logs warnings.
         reloads: whether later epochs may have other data, and so another length.
 
     Raises:
@@ -41,7 +37,6 @@ class ValidationPlan:
     progress: Progress
     stop: StopRequest
     metrics: MetricStore
-    warns: bool
     reloads: InitVar[bool]
 
     last_run_at: int = field(default=-1, init=False)
@@ -50,29 +45,35 @@ class ValidationPlan:
     """The number of the epoch's micro-batches after which to call `run`; -1 for none."""
 
     def __post_init__(self, reloads: bool) -> None:
-        self._warned_of_interval = False
         self._validates_this_epoch = False
-        # With other loaders, the epoch in which a run is resumed may be shorter than the first one.
-        if self.validate is not None and not reloads:
-            _in_micro_batches(self.requested_interval, self.every_n_epochs, self.length)  # refuses one that is too long
         self.renew(self.validate, self.length)
+        interval = self.requested_interval
+        # With other loaders, the epoch in which a run is resumed may be shorter than the first one.
+        if isinstance(interval, int) and self._interval not in (None, interval) and not reloads:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is more than the {self.length} micro-batches of an epoch.",
+                "validation would never run.",
+                "lower val_check_interval, or set check_val_every_n_epoch=None to count across epochs.",
+            )
 
     def renew(self, validate: Callable[[], object] | None, length: int | None) -> None:
         """Use other data from the next epoch on. An interval longer than the epoch is shortened to its length."""
-        interval = self.requested_interval
-        if validate is not None and self.every_n_epochs is not None and type(interval) is int and length is not None:
-            if interval > length and self.warns and not self._warned_of_interval:
-                self._warned_of_interval = True
-                logger.warning(
-                    "val_check_interval=%d is more than the %d micro-batches that an epoch has now: validation runs "
-                    "at the epoch's end. This warning is not repeated.",
-                    interval,
-                    length,
-                )
-            interval = min(interval, length)
         self.validate, self.length = validate, length
-        self._interval = None if validate is None else _in_micro_batches(interval, self.every_n_epochs, length)
-        self._warns_if_short = self.warns and length is None
+        self._interval = None if validate is None else self._in_micro_batches(length)
+
+    def _in_micro_batches(self, length: int | None) -> int | None:
+        interval = self.requested_interval
+        if interval is None or (isinstance(interval, float) and interval == 1.0):
+            return None
+        if isinstance(interval, int):
+            return interval if self.every_n_epochs is None or length is None else min(interval, length)
+        if length is None:
+            raise ConfigurationError(
+                f"val_check_interval={interval} with a training loader of unknown length.",
+                "a fraction of an epoch needs the epoch's length.",
+                "give the number of micro-batches as an int, or 1.0 for the end of an epoch.",
+            )
+        return max(1, int(length * interval))
 
     def resize(self, length: int | None) -> None:
         """Use another length from this epoch on, which begins or is resumed."""
@@ -112,34 +113,12 @@ class ValidationPlan:
         self.stop.agree("the end of a validation run")
         self._schedule_next()
 
-    def run_at_epoch_end(self, stopping: bool, data_over: bool) -> None:
-        """Validate at an epoch's end if a validation is due.
-
-        Args:
-            stopping: whether the run ends early, within the epoch.
-            data_over: whether the epoch's data has ended.
-        """
-        if data_over and self._warns_if_short and self._validates_this_epoch:
-            self._warn_of_short_epoch()
+    def run_at_epoch_end(self, stopping: bool) -> None:
+        """Validate at an epoch's end if a validation is due. ``stopping``: whether the run ends within the epoch."""
         due = self._validates_this_epoch and (self._interval is None or stopping or self._is_missed())
         # A stop that was requested in a validation does not repeat that validation.
         if due and self.last_run_at != self.progress.micro_batches:
             self.run()
-
-    def _warn_of_short_epoch(self) -> None:
-        """Warn once that an epoch of unknown length was shorter than the interval."""
-        if self.every_n_epochs is None or self._interval is None or self.next_at != self._interval:
-            return
-        self._warns_if_short = False
-        logger.warning(
-            "Epoch %d ended after %d micro-batches without a validation: val_check_interval=%d counts from the start "
-            "of each epoch, and the loader has no length. Lower val_check_interval, or set it to 1.0 to validate at "
-            "the end of each epoch, or set check_val_every_n_epoch=None to count across epochs. This warning is not "
-            "repeated.",
-            self.progress.epoch,
-            self.progress.batch_idx,
-            self._interval,
-        )
 
     def _schedule_next(self) -> None:
         progress = self.progress
@@ -158,23 +137,3 @@ class ValidationPlan:
             return False
         # An interval in micro-batches is missed only if no validation ran in this epoch.
         return isinstance(self.requested_interval, float) or self.next_at == self._interval
-
-
-def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, length: int | None) -> int | None:
-    if interval is None or (isinstance(interval, float) and interval == 1.0):
-        return None
-    if isinstance(interval, float):
-        if length is None:
-            raise ConfigurationError(
-                f"val_check_interval={interval} with a training loader of unknown length.",
-                "a fraction of an epoch needs the epoch's length.",
-                "give the number of micro-batches as an int, or 1.0 for the end of an epoch.",
-            )
-        return max(1, int(length * interval))
-    if every_n_epochs is not None and length is not None and interval > length:
-        raise ConfigurationError(
-            f"val_check_interval={interval} is more than the {length} micro-batches of an epoch.",
-            "validation would never run.",
-            "lower val_check_interval, or set check_val_every_n_epoch=None to count across epochs.",
-        )
-    return interval

@@ -107,16 +107,9 @@ class MetricObjects:
         if stage_before == stage and (key is None or key_before in (None, key)):
             self._claims[attribute] = stage, key or key_before
             return
-        logged, before = (
-            f"log({key!r})" if key else "log",
-            f"was logged as {key_before!r}" if key_before else "was logged",
-        )
-        if stage_before != stage:
-            before += f" in another stage ({stage_before!r}; this is {stage!r})"
-        elif "dataloader_idx_" in (key or "") and "dataloader_idx_" in (key_before or ""):
-            before += ", for another loader"
         raise ConfigurationError(
-            f"{logged} was given the {type(self.at(attribute)).__name__} {attribute!r}, which {before}.",
+            f"log({key!r}) in the stage {stage!r} was given the {type(self.at(attribute)).__name__} {attribute!r}, "
+            f"which was logged as {key_before!r} in the stage {stage_before!r}.",
             "a metric object has one state: each value would be computed from the updates of both.",
             "create one metric object for each stage and each loader (in a torch.nn.ModuleList, indexed by "
             "dataloader_idx), or log it once.",
@@ -238,10 +231,7 @@ def _merge_by_reductions(metric: Any, states: Sequence[Mapping[str, Any]]) -> di
         elif reduction is dim_zero_cat:
             merged[key] = dim_zero_cat(parts)
         else:
-            try:
-                merged[key] = reduction(torch.stack(parts))
-            except Exception as error:
-                raise ValueError(f"state {key}: {error}") from error
+            merged[key] = reduction(torch.stack(parts))
     return merged
 
 

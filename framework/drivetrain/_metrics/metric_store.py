@@ -26,7 +26,7 @@ from drivetrain._metrics.metric_objects import (
     reset,
     set_metric_state,
 )
-from drivetrain._metrics.packing import Part, combine, gather_packed, to_host
+from drivetrain._metrics.packing import combine, gather_packed, to_host
 from drivetrain._metrics.values import copy_as_tensor, number, weight
 from drivetrain._runtime.transfer import first_dimension, move_to
 from drivetrain.errors import ConfigurationError, nearest
@@ -243,7 +243,7 @@ class MetricStore:
             keys = [_key(entry.epoch_name, entry) for entry in shared]
             synced_metrics = [entry for entry in metrics if entry.sync_dist is not False]
             keys += [f"{entry.epoch_name}\tmetric\t{entry.attribute}" for entry in synced_metrics]
-            keys, table = gather_packed(self.control, keys, numbers[:split], self._part(keys))
+            keys, table = gather_packed(self.control, keys, numbers[:split], self._knows_all_keys)
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
@@ -301,14 +301,10 @@ class MetricStore:
         values = [entry.last if new else 0.0 for entry, new in zip(synced, is_new, strict=True)]
         host_values = to_host([*values, *(entry.has_weight for entry in synced)])  # type: ignore[list-item]
         pairs: list[float] = []
-        for entry, value, has_weight, new in zip(synced, host_values, host_values[len(synced) :], is_new, strict=False):
-            if new and has_weight > 0 and self.contributes:
-                ranks = entry.ranks_of_last
-                pairs += (value * ranks if entry.operation == "mean" else value), float(ranks)
-            else:
-                pairs += 0.0, 0.0
+        for value, has_weight, new in zip(host_values, host_values[len(synced) :], is_new, strict=False):
+            pairs += (value, 1.0) if new and has_weight > 0 and self.contributes else (0.0, 0.0)
         keys = [_key(entry.name, entry) for entry in synced]
-        keys, table = gather_packed(self.control, keys, pairs, self._part(keys))
+        keys, table = gather_packed(self.control, keys, pairs, self._knows_all_keys)
         for entry in synced:
             column = 2 * keys.index(_key(entry.name, entry))
             reduced = combine(entry.operation, table[:, column], table[:, column + 1])
@@ -316,10 +312,9 @@ class MetricStore:
                 entry.last = entry.reduced = float(reduced)
                 entry.fresh = True
 
-    def _part(self, keys: Sequence[str]) -> Part:
-        if self.had_data and not self._joined_late:
-            return Part.WHOLE
-        return Part.SOME if keys else Part.NONE
+    @property
+    def _knows_all_keys(self) -> bool:
+        return self.had_data and not self._joined_late
 
     # Access to the values, for users and callbacks
 
@@ -342,23 +337,6 @@ class MetricStore:
     def progress_bar_metrics(self) -> dict[str, Tensor]:
         """Return the latest values with ``prog_bar=True``. Converting these values to numbers waits for the device."""
         return self._select("prog_bar")
-
-    def evaluation_so_far(self) -> dict[str, Tensor]:
-        """Return this rank's preliminary values with ``prog_bar=True`` of the current evaluation.
-
-        Nothing is reduced or changed, so the evaluation's results are not affected.
-        """
-        values: dict[str, Tensor] = {}
-        for entry in self.entries.values():
-            if not entry.prog_bar or entry.metric is not None:
-                continue
-            if entry.on_step and entry.last is not None and (entry.waiting or entry.total is not None):
-                values[entry.step_name] = copy_as_tensor(entry.last)
-            elif entry.on_epoch:
-                total, weight = entry.clone().epoch_total(), entry.weight
-                if total is not None and (isinstance(weight, Tensor) or weight > 0):
-                    values[entry.epoch_name] = copy_as_tensor(total / weight if entry.operation == "mean" else total)
-        return values
 
     def reduced_at(self, name: str) -> int | None:
         """Return the global step at which a value of `callback_metrics` was reduced, the same on all ranks. Collective.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from enum import IntEnum
 
 import torch
 
-from drivetrain._distributed.control_plane import ControlPlane, spread
-from drivetrain.errors import DistributedError
+from drivetrain._distributed.control_plane import ControlPlane, refuse_differences
 
 _CHUNK = 256  # the number of doubles in the first collective, the same for any number of keys
 _HEADER = 4  # the number of header values: the part, the number of values, and two halves of the keys' hash
@@ -76,22 +74,8 @@ def to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
     return Readback(values).numbers()
 
 
-class Part(IntEnum):
-    """A rank's part in a reduction."""
-
-    NONE = 0
-    """The rank had no data and knows no keys."""
-    SOME = 1
-    """The rank had no data, lacked data from one of several loaders, or joined after the start of the epoch.
-
-    Such a rank may know fewer keys than the other ranks, for example only the keys that hooks logged.
-    """
-    WHOLE = 2
-    """The rank knows all keys."""
-
-
 def gather_packed(
-    control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], part: Part
+    control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], knows_all: bool
 ) -> tuple[list[str], torch.Tensor]:
     """Gather the numbers of all ranks in one collective, or in several if they do not fit or a rank had no data.
 
@@ -100,18 +84,19 @@ def gather_packed(
         keys: the keys of the numbers, in order, with two numbers per key. Keys at the end may have no numbers. A key
             consists of a name, an operation and further text, separated by tabs.
         numbers: this rank's numbers.
-        part: this rank's part.
+        knows_all: whether this rank knows all keys. A rank that had no data, lacked data from one of several loaders,
+            or joined after the start of the epoch may know fewer, for example only the keys that hooks logged.
 
     Returns:
-        The keys, and a double-precision tensor of shape (ranks that take part, 2 * keys with numbers). It contains
-        zeros for the keys that a rank does not know because it lacked data.
+        The keys, and a double-precision tensor of shape (ranks, 2 * keys with numbers). It contains zeros for the keys
+        that a rank does not know because it lacked data.
 
     Raises:
         DistributedError: the keys of the ranks differ. The message names the keys that some ranks lack.
     """
     digest = hashlib.blake2b("\n".join(keys).encode(), digest_size=8).digest()
     header = [
-        float(part),
+        float(knows_all),
         float(len(numbers)),
         float(int.from_bytes(digest[:4], "big")),
         float(int.from_bytes(digest[4:], "big")),
@@ -124,7 +109,7 @@ def gather_packed(
     gathered = control.all_gather(first)
     headers = gathered[:, :_HEADER]
     if not bool((headers == headers[0]).all()):
-        return _gather_differing(control, keys, numbers, part)
+        return _gather_differing(control, keys, numbers, knows_all)
     count = len(numbers)
     parts = [gathered[:, _HEADER : _HEADER + min(count, capacity)]]
     if count > capacity:
@@ -133,51 +118,32 @@ def gather_packed(
 
 
 def _gather_differing(
-    control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], part: Part
+    control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], knows_all: bool
 ) -> tuple[list[str], torch.Tensor]:
     """Gather the numbers of ranks whose headers differ.
 
     The keys may differ if a rank lacked data. Any other difference raises an error.
     """
-    gathered = control.gather_objects((int(part), list(keys), list(numbers)))
-    ranks: list[tuple[Part, list[str], list[float]]] = [
-        (Part(code), rank_keys, values) for code, rank_keys, values in gathered
-    ]
-    complete = [rank_keys for part, rank_keys, _ in ranks if part is Part.WHOLE]
+    ranks: list[tuple[bool, list[str], list[float]]] = control.gather_objects((knows_all, list(keys), list(numbers)))
+    complete = [rank_keys for whole, rank_keys, _ in ranks if whole]
     with_numbers = {key for _, rank_keys, values in ranks for key in rank_keys[: len(values) // 2]}
     # If no rank had all data, no rank knows all keys, so the keys of all ranks are joined.
-    known = (
-        complete[0]
-        if complete
-        else sorted(
-            {key for _, rank_keys, _ in ranks for key in rank_keys}, key=lambda key: (key not in with_numbers, key)
-        )
-    )
-    if any(rank_keys != known for rank_keys in complete) or any(
-        not set(rank_keys) <= set(known) for _, rank_keys, _ in ranks
-    ):
-        _raise_differing_keys([rank_keys if part is not Part.NONE else None for part, rank_keys, _ in ranks])
+    joined = {key for _, rank_keys, _ in ranks for key in rank_keys}
+    known = complete[0] if complete else sorted(joined, key=lambda key: (key not in with_numbers, key))
+    if joined != {*known} or any(rank_keys != known for rank_keys in complete):
+        # A rank that had no data at all takes no part in the comparison.
+        _refuse_different_keys([rank_keys if whole or rank_keys else known for whole, rank_keys, _ in ranks])
     rows = []
-    for part, rank_keys, values in ranks:
-        if part is not Part.NONE:
-            pairs = {key: values[2 * index : 2 * index + 2] for index, key in enumerate(rank_keys)}
-            rows.append([number for key in known if key in with_numbers for number in pairs.get(key, (0.0, 0.0))])
+    for _, rank_keys, values in ranks:
+        pairs = {key: values[2 * index : 2 * index + 2] for index, key in enumerate(rank_keys)}
+        rows.append([number for key in known if key in with_numbers for number in pairs.get(key, (0.0, 0.0))])
     return known, torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 2 * len(with_numbers))
 
 
-def _raise_differing_keys(keys_by_rank: list[list[str] | None]) -> None:
-    key_sets = [set(keys) for keys in keys_by_rank if keys is not None]
-    first = key_sets[0]
-    differing = sorted(first.union(*key_sets) - first.intersection(*key_sets))
-    lines = []
-    for key in differing[:20]:
-        logged = spread([None if keys is None else key in keys for keys in keys_by_rank])
-        name, operation = key.split("\t")[:2]
-        several = sum(other.startswith(f"{name}\t") for other in differing) > 1
-        shown = f"{name!r} ({operation})" if several else repr(name)
-        lines.append(f"{shown} on rank(s) {logged[True]} and not on {logged[False]}")
-    raise DistributedError(
-        f"The logged keys differ between ranks: {'; '.join(lines)}.",
+def _refuse_different_keys(keys_by_rank: list[list[str]]) -> None:
+    """Raise the error about keys that differ between ranks."""
+    refuse_differences(
+        [dict.fromkeys((key.replace("\t", " ").strip() for key in keys), "logged") for keys in keys_by_rank],
         "an epoch's values are reduced over all ranks together.",
         "log the same keys on every rank; use sync_dist=False for values that belong to one rank.",
     )

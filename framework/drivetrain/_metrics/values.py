@@ -23,10 +23,13 @@ def number(name: str, value: Any) -> Tensor | float:
     """
     if isinstance(value, Tensor):
         return _copy_tensor(name, value)
-    plain = _from_numpy(name, value)
-    if isinstance(plain, int | float):
-        # Subclasses (np.float64, bool, IntEnum) are converted to the plain type, because checkpoints store the value.
-        return int(plain) if isinstance(plain, int) else float(plain)
+    numpy = sys.modules.get("numpy")  # NumPy is already imported if the value is a NumPy object
+    is_numpy = numpy is not None and isinstance(value, numpy.generic | numpy.ndarray)
+    if is_numpy and value.size == 1 and value.dtype.kind in "buif":  # `item` of a date may be an integer
+        value = float(value.item()) if value.dtype.kind == "f" else value.item()  # that of a longdouble is no float
+    if isinstance(value, int | float):
+        # Subclasses (bool, IntEnum) are converted to the plain type, because checkpoints store the value.
+        return int(value) if isinstance(value, int) else float(value)
     raise _value_error(
         name,
         f"a {type(value).__name__}",
@@ -60,19 +63,12 @@ def copy_as_tensor(value: Tensor | float) -> Tensor:
 
 
 def _copy_tensor(name: str, value: Tensor) -> Tensor:
-    if value.numel() != 1:
+    if value.numel() != 1 or value.is_complex():
         raise _value_error(
             name,
-            f"a tensor of shape {tuple(value.shape)}",
-            "a logged value is one number.",
-            "log its mean(), or one element at a time.",
-        )
-    if value.is_complex():
-        raise _value_error(
-            name,
-            f"a tensor of {str(value.dtype).removeprefix('torch.')}",
-            "a logged value is one number.",
-            "log its abs(), or .real and .imag separately.",
+            f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}",
+            "a logged value is one real number.",
+            "log its mean(), one element at a time, or its abs().",
         )
     value = value.detach()
     if hasattr(value, "full_tensor"):
@@ -91,24 +87,6 @@ def _local(name: str, value: Any) -> Tensor:
         )
     local: Tensor = value.to_local()
     return local
-
-
-def _from_numpy(name: str, value: Any) -> Any:
-    """Return a NumPy scalar or one-element array as a Python number, and any other value unchanged."""
-    numpy = sys.modules.get("numpy")  # NumPy is already imported if the value is a NumPy object
-    if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
-        return value
-    if value.size != 1:
-        raise _value_error(
-            name,
-            f"an array of shape {tuple(value.shape)}",
-            "a logged value is one number.",
-            "log its mean(), or one element at a time.",
-        )
-    if value.dtype.kind not in "buif":
-        return value  # is refused; `item` of a date may be an integer
-    item = value.item()
-    return float(item) if value.dtype.kind == "f" else item  # `item` of a longdouble is no Python float
 
 
 def _value_error(name: str, found: str, why: str, fix: str) -> ConfigurationError:

@@ -86,19 +86,17 @@ def parameters_created_within_window(names: Iterable[str], strategy: str) -> Con
     )
 
 
-def changed_within_window_error(names: Iterable[str], strategy: str, toggles: bool = False) -> ConfigurationError:
+def changed_within_window_error(names: Iterable[str], strategy: str) -> ConfigurationError:
     """Return the error for parameters whose ``requires_grad`` changed in an open window.
 
     Args:
         names: names of the parameters.
         strategy: the name of the strategy's class.
-        toggles: whether the cause may be a toggled optimizer, which the error then mentions.
     """
     return ConfigurationError(
         f"requires_grad of {listed(list(names))} was changed within training_step or an open accumulation window.",
         f"{strategy} exchanges gradients of the parameters that were trainable when the window opened. Other "
         "gradients would not be exchanged, and the replicas would diverge.",
         "freeze and unfreeze between windows: in on_train_epoch_start, on_train_batch_start of a window's first batch, "
-        "on_before_optimizer_step or later."
-        + (" Untoggle a toggled optimizer before training_step ends." if toggles else ""),
+        "on_before_optimizer_step or later.",
     )

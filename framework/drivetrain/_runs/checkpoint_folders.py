@@ -42,11 +42,7 @@ def children(folder: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise StorageError(
-            f"{folder!r} cannot be listed: {error}.",
-            "it is unknown whether the folder holds a checkpoint.",
-            "check the storage, the credentials and the network.",
-        ) from error
+        raise StorageError.unanswered(f"{folder!r} cannot be listed", error) from error
 
 
 def read_latest(folder: str) -> str | None:
@@ -64,11 +60,7 @@ def read_latest(folder: str) -> str | None:
     except (FileNotFoundError, IsADirectoryError):
         return None
     except OSError as error:
-        raise StorageError(
-            f"{LATEST} in {folder!r} cannot be read: {error}.",
-            "it is unknown whether there is a checkpoint that the listing does not show.",
-            "check the storage, the credentials and the network.",
-        ) from error
+        raise StorageError.unanswered(f"{LATEST} in {folder!r} cannot be read", error) from error
     return name if is_plain_name(name) else None
 
 
@@ -82,11 +74,7 @@ def is_taken(path: str) -> bool:
     try:
         return retried(folder.exists, retries=2)
     except OSError as error:
-        raise StorageError(
-            f"It is unknown whether {path!r} exists: {error}.",
-            "another run's checkpoint must not be overwritten.",
-            "check the storage, the credentials and the network.",
-        ) from error
+        raise StorageError.unanswered(f"It is unknown whether {path!r} exists", error) from error
 
 
 def claim_name(folder: str, name: str, is_replaceable: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:

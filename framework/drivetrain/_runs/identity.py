@@ -50,11 +50,8 @@ class Identity:
         keys = [key for key in keys if key not in self.searched]
         if not keys and isinstance(hyper_parameters, Mapping):
             return None
-        differences = ", ".join(
-            f"{key}={_format_value(other, key)}, here {_format_value(this, key)}" for key in keys[:3]
-        )
-        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        return f"its hyper-parameters differ: {differences}{more}"
+        differences = (f"{key}={_format_value(other, key)}, here {_format_value(this, key)}" for key in keys[:3])
+        return f"its hyper-parameters differ: {', '.join(differences)}"
 
 
 def class_path(kind: type) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
-from drivetrain._runs.process import Job, Process, has_replaced
+from drivetrain._runs.process import Job, Process
 from drivetrain._runs.record import RUNNING, Record
 
 HEARTBEAT_SECONDS = 30.0
@@ -36,19 +36,18 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
     process_is_alive = None if process is None else process.is_alive()
     if process_is_alive and process == Process.here():
         return record.id in running_ids
-    if process_is_alive is None and has_replaced(list(jobs), record.jobs):
+    if process_is_alive is None and any(job.replaces(other) for job in jobs for other in record.jobs):
         return False
     return process_is_alive
 
 
-def watch(run: Record, read: Callable[[str], Record | None]) -> Generator[None, None, bool]:
+def watch(run: Record, read: Callable[[str], Record | None], after_look: Callable[[], object]) -> bool:
     """Watch the record of a run whose process cannot be checked from this machine, and return whether it is under way.
-
-    The generator yields after each look at the record.
 
     Args:
         run: the run, as its record was read first.
         read: returns the current record of a folder; None if there is none.
+        after_look: called after each look at the record that has shown nothing.
 
     Raises:
         StorageError: the record cannot be read.
@@ -59,5 +58,5 @@ def watch(run: Record, read: Callable[[str], Record | None]) -> Generator[None, 
         now = read(run.folder)
         if now is not None and now.document != run.document:
             return now.status == RUNNING
-        yield
+        after_look()
     return False

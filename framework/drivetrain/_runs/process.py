@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -40,7 +41,7 @@ class Process:
 
     @classmethod
     def from_json(cls, document: Any) -> Self | None:
-        """Return the process that `as_json` described by ``document``; None if ``document`` has another form."""
+        """Return the process of which `dataclasses.asdict` made ``document``; None if ``document`` has another form."""
         if not isinstance(document, Mapping):
             return None
         texts = [document.get(name, "") for name in ("host", "began", "boot", "namespace")]
@@ -49,10 +50,6 @@ class Process:
             return None
         host, began, boot, namespace = texts
         return cls(host, pid, began, boot, namespace)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a JSON-able dict."""
-        return asdict(self)
 
     def is_alive(self) -> bool | None:
         """Return whether the process is alive; None if it is on another machine or in another container."""
@@ -98,7 +95,7 @@ class Job:
 
     @classmethod
     def from_json(cls, document: Any) -> list[Self]:
-        """Return the jobs that `as_json` described as dicts in the list ``document``. Invalid entries are skipped."""
+        """Return the jobs of which `asdict` made the entries of ``document``. Invalid entries are skipped."""
         jobs = []
         for entry in document if isinstance(document, list) else []:
             if isinstance(entry, Mapping):
@@ -106,10 +103,6 @@ class Job:
                 if isinstance(kind, str) and isinstance(name, str) and type(restarts) is int and isinstance(step, str):
                     jobs.append(cls(kind, name, restarts, step))
         return jobs
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a JSON-able dict."""
-        return asdict(self)
 
     def is_same(self, other: Job) -> bool:
         """Return whether ``other`` is the same job, regardless of its restart count."""
@@ -122,11 +115,6 @@ class Job:
         """
         concurrent = self.step != other.step and self.restarts == other.restarts
         return self.is_same(other) and not concurrent
-
-
-def has_replaced(jobs: list[Job], others: list[Job]) -> bool:
-    """Return whether any of ``jobs`` replaces any of ``others``."""
-    return any(job.replaces(other) for job in jobs for other in others)
 
 
 def _number(text: str | None) -> int:
@@ -150,12 +138,9 @@ def _start_time(pid: int) -> str:
 @cache
 def _boot_and_namespace() -> tuple[str, str]:
     """Return the machine's boot id and the pid namespace of this process."""
-    try:
+    boot = namespace = ""
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    try:
+    with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
     return boot, namespace

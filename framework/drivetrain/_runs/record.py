@@ -17,7 +17,6 @@ from drivetrain._storage.paths import child, folder_at
 
 FORMAT = 1
 _MAX_RECORD_BYTES = 2**26  # maximum size of a record; a larger file is not a record
-_MAX_SETTING_LENGTH = 2000  # maximum number of characters of a setting; a longer text is truncated
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -84,11 +83,7 @@ def read(folder: str) -> Record | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise StorageError(
-            f"{child(folder, RECORD)!r} cannot be read: {error}.",
-            "it is unknown which run this is and whether it is running.",
-            "check the storage, the credentials and the network.",
-        ) from error
+        raise StorageError.unanswered(f"{child(folder, RECORD)!r} cannot be read", error) from error
     try:
         document = parse_json(content) if len(content) <= _MAX_RECORD_BYTES else None
     except (ValueError, RecursionError):
@@ -148,8 +143,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, str | os.PathLike):
-        text = str(value) if isinstance(value, str) else str(os.fspath(value))
-        return text if len(text) <= _MAX_SETTING_LENGTH else f"{text[:_MAX_SETTING_LENGTH]}..."
+        return str(value) if isinstance(value, str) else str(os.fspath(value))
     if isinstance(value, timedelta):
         return str(value)
     if depth < 8 and isinstance(value, Mapping):

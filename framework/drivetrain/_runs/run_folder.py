@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from drivetrain._format import CheckpointMetadata
 
+CKPT_PATH_KEYWORDS = ("last", "best", "auto")
+"""The values of ``ckpt_path`` that are not paths."""
+
 
 class RunStart(NamedTuple):
     """How a run begins, as rank 0 has decided it for all ranks.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from drivetrain._format import CheckpointReader
-from drivetrain._runs import CKPT_PATH_KEYWORDS
 from drivetrain._runs.directory import split_folder
-from drivetrain._runs.discovery import newest_of
 from drivetrain._runs.identity import Identity
 from drivetrain._runs.liveness import is_alive
 from drivetrain._runs.process import Job
 from drivetrain._runs.record import FINISHED, Record
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 
 
 class StartRequest(NamedTuple):
@@ -130,7 +129,7 @@ def _choose_checkpoint(found: Found, request: StartRequest) -> StartDecision:
     if run is not None and found.is_alive(run, request):
         skipped = [_describe_alive(run), *skipped]
         run = None
-    newest = newest_of(found.checkpoints)
+    newest = _newest_of(found.checkpoints)
     if newest is None or newest.manifest.identifier != found.given.manifest.identifier:
         run = None  # later checkpoints of that run stay in its folder, and this run gets another
     return StartDecision(request.ckpt_path, run, parent=run_id, skipped=tuple(skipped))
@@ -146,16 +145,33 @@ def _newest_of_experiment(found: Found, request: StartRequest) -> StartDecision:
     checkpoints = [checkpoint for checkpoint in found.checkpoints if run_id_of(checkpoint) not in excluded]
     of_this_job = [run for run in dead if any(job.is_same(other) for job in request.jobs for other in run.jobs)]
     job_ids = {run.id for run in of_this_job}
-    newest = newest_of(checkpoint for checkpoint in checkpoints if run_id_of(checkpoint) in job_ids)
+    newest = _newest_of(checkpoint for checkpoint in checkpoints if run_id_of(checkpoint) in job_ids)
     if newest is None and request.is_fit:
         unfinished = next((run for run in of_this_job if run.status != FINISHED), None)
         if unfinished is not None:  # the job was stopped before its first save
             return StartDecision(None, unfinished, skipped=skipped)
-    newest = newest or newest_of(checkpoints)
+    newest = newest or _newest_of(checkpoints)
     if newest is None:
         return StartDecision(skipped=skipped)
     run_id = run_id_of(newest)
     return StartDecision(newest.path, found.runs.get(run_id), parent=run_id, skipped=skipped)
+
+
+def _newest_of(checkpoints: Iterable[CheckpointReader]) -> CheckpointReader | None:
+    """Return the newest of some checkpoints; None if there are none.
+
+    A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
+    checkpoints, the checkpoint with the later timestamp is newer.
+    """
+    checkpoints = list(checkpoints)
+    without_descendants = [
+        checkpoint for checkpoint in checkpoints if not any(_descends_from(other, checkpoint) for other in checkpoints)
+    ]
+    return max(without_descendants, key=lambda each: (each.manifest.written, each.path), default=None)
+
+
+def _descends_from(checkpoint: CheckpointReader, other: CheckpointReader) -> bool:
+    return checkpoint.manifest.metadata.descends_from(other.manifest.metadata)
 
 
 def _is_in_place(run: Record, request: StartRequest) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from drivetrain._format import CheckpointReader, load
-from drivetrain._runs import CKPT_PATH_KEYWORDS
-from drivetrain._runs.checkpoint_folders import children
+from drivetrain._runs.checkpoint_folders import children, read_latest
 from drivetrain._runs.directory import CHECKPOINTS, split_folder
-from drivetrain._runs.discovery import StorageRetry, problem_of, resumable_in
 from drivetrain._runs.identity import encode_hyper_parameters
 from drivetrain._runs.record import Record, read
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._runs.start_decision import Found, StartDecision, StartRequest, run_id_of
 from drivetrain._storage.folder import StorageError
 from drivetrain._storage.paths import child, resolve_folder
@@ -21,8 +22,15 @@ from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")
 
-SHORT_RETRY_SECONDS = 5.0
-"""Duration of retries in seconds, for records that are useful but not required."""
+T = TypeVar("T")
+
+RETRY_SECONDS = 30.0
+"""How long requests to a failing storage are retried, in seconds.
+
+If the retries ended early, a newer checkpoint could be missed.
+"""
+
+_FIRST_PAUSE = 0.5  # seconds before the first retry; the pause doubles for each further retry
 
 
 class StartSearch:
@@ -30,14 +38,13 @@ class StartSearch:
 
     Args:
         request: what was asked of the run.
-        retry: retries failing storage requests.
+        retry_seconds: the total duration of all pauses between attempts if a storage fails; `RETRY_SECONDS` by default.
     """
 
-    def __init__(self, request: StartRequest, retry: StorageRetry) -> None:
+    def __init__(self, request: StartRequest, retry_seconds: float | None = None) -> None:
         self.request = request
-        self._retry = retry
-        self._short_retry = StorageRetry(SHORT_RETRY_SECONDS)
-        self._unreadable_folders: set[str] = set()  # folders, stored in checkpoints, whose storage failed
+        self._retry = StorageRetry(RETRY_SECONDS if retry_seconds is None else retry_seconds)
+        self._stored: dict[str, Record | None] = {}  # the records of runs by the folders that checkpoints store
         self.found = Found()
         """What was found so far."""
 
@@ -76,26 +83,19 @@ class StartSearch:
             Whether the checkpoint was left out.
         """
         checkpoint = next(each for each in self.found.checkpoints if each.path == path)
-        problem = self._retry.call(partial(problem_of, checkpoint, check))
-        if problem is None:
-            return False
-        logger.warning("Skipping checkpoint %r. %s", path, problem)
-        self.found.checkpoints.remove(checkpoint)
-        return True
+        try:
+            self._retry.call(partial(check, checkpoint))
+        except StorageError:
+            raise
+        except CheckpointError as problem:
+            logger.warning("Skipping checkpoint %r. %s", path, problem)
+            self.found.checkpoints.remove(checkpoint)
+            return True
+        return False
 
     def read_record(self, folder: str) -> Record | None:
         """Return the current record in a folder; None if there is none."""
         return self._retry.call(partial(read, folder))
-
-    def collect_checkpoints(self, folders: Sequence[str]) -> None:
-        """Add the checkpoints of this experiment in folders that the user named, and the runs that wrote them."""
-        for checkpoint in resumable_in(folders, self._retry):
-            difference = self._difference_of(checkpoint)
-            if difference is None:
-                self.found.checkpoints.append(checkpoint)
-                self._add_run_of(checkpoint)
-            else:
-                self.found.skipped.append(f"{checkpoint.path!r} ({difference})")
 
     def _collect_runs(self) -> None:
         """Add the runs of this experiment with their checkpoints, and the checkpoints in folders of the user."""
@@ -105,8 +105,7 @@ class StartSearch:
         else:
             names = self._retry.call(partial(children, request.runs_folder))
         folders = [child(request.runs_folder, name) for name in names]
-        read_all = [self._retry.call(partial(self._read_if_permitted, folder)) for folder in folders]
-        records = [record for record in read_all if record is not None]
+        records = [record for record in map(self.read_record, folders) if record is not None]
         for record in sorted(records, key=lambda record: str(record.document.get("started")), reverse=True):
             document = record.document
             if not record.is_training:
@@ -118,7 +117,17 @@ class StartSearch:
             elif found.runs.setdefault(record.id, record) is record:
                 found.checkpoints += self._checkpoints_of(record, [child(record.folder, CHECKPOINTS)])
         searched = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
-        self.collect_checkpoints([each for each in request.checkpoint_folders if resolve_folder(each) not in searched])
+        self._collect_checkpoints([each for each in request.checkpoint_folders if resolve_folder(each) not in searched])
+
+    def _collect_checkpoints(self, folders: Sequence[str]) -> None:
+        """Add the checkpoints of this experiment in folders that the user named, and the runs that wrote them."""
+        for checkpoint in resumable_in(folders, self._retry):
+            difference = self._difference_of(checkpoint)
+            if difference is None:
+                self.found.checkpoints.append(checkpoint)
+                self._add_run_of(checkpoint)
+            else:
+                self.found.skipped.append(f"{checkpoint.path!r} ({difference})")
 
     def _find_given(self, path: str) -> None:
         """Open the checkpoint at a path. Find the run that wrote it and that run's checkpoints, if it can go on."""
@@ -131,15 +140,6 @@ class StartSearch:
                 beside = [child(run.folder, CHECKPOINTS), split_folder(checkpoint.path)[0]]
                 self.found.checkpoints += self._checkpoints_of(run, beside)
 
-    def _read_if_permitted(self, folder: str) -> Record | None:
-        try:
-            return read(folder)
-        except StorageError as error:
-            if not isinstance(error.__cause__, PermissionError):
-                raise
-            self.found.skipped.append(f"{split_folder(folder)[1]} (no permission to read its record)")
-            return None
-
     def _checkpoints_of(self, run: Record, folders: Sequence[str]) -> list[CheckpointReader]:
         return [each for each in resumable_in(folders, self._retry) if run_id_of(each) == run.id]
 
@@ -147,12 +147,6 @@ class StartSearch:
         """Describe how the run of a checkpoint differs from this experiment; None if both are the same experiment."""
         metadata = checkpoint.manifest.metadata
         module, name = (metadata.run.get(key, "") for key in ("module", "name"))
-        if not module:  # the run had no folder
-            try:
-                components = checkpoint.state().get("components")
-            except CheckpointError:
-                components = None  # the checkpoint is skipped later
-            module = str(components.get("module", "")) if isinstance(components, dict) else ""
         return self.request.identity.difference(module, name, encode_hyper_parameters(metadata.hyper_parameters))
 
     def _add_run_of(self, checkpoint: CheckpointReader) -> Record | None:
@@ -174,14 +168,67 @@ class StartSearch:
 
         The folder may be unreachable if the checkpoint was copied from another machine.
         """
-        if folder and folder not in self._unreadable_folders:
+        if folder not in self._stored:
             try:
-                return self._short_retry.call(partial(read, folder))
+                self._stored[folder] = read(folder) if folder else None
             except CheckpointError as error:
-                self._unreadable_folders.add(folder)
-                logger.warning(
-                    "It is unknown whether the run in %r is alive, so the new run will not write into that folder: %s",
-                    folder,
-                    error,
-                )
+                self._stored[folder] = None
+                logger.warning("The new run does not go on in %r, which cannot be read: %s", folder, error)
+        return self._stored[folder]
+
+
+def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[CheckpointReader]:
+    """Return the complete checkpoints directly inside ``folders`` that hold more than weights.
+
+    Raises:
+        StorageError: the storage still fails after the last retry.
+    """
+    checkpoints = []
+    for folder in dict.fromkeys(folders):
+        latest_name = retry.call(partial(read_latest, folder))
+        names = retry.call(partial(children, folder))
+        for name in dict.fromkeys([*names, *([latest_name] if latest_name is not None else [])]):
+            checkpoint = retry.call(partial(_load_if_complete, child(folder, name)))
+            if checkpoint is not None and not checkpoint.weights_only:
+                checkpoints.append(checkpoint)
+    return checkpoints
+
+
+def _load_if_complete(path: str) -> CheckpointReader | None:
+    """Open the checkpoint at ``path``; return None if it is missing or incomplete."""
+    try:
+        return load(path)
+    except StorageError:
+        raise
+    except CheckpointError:
         return None
+
+
+class StorageRetry:
+    """Retries operations that raise `StorageError`, with exponential backoff and one time limit for all calls.
+
+    Args:
+        retry_seconds: the total duration of all pauses in seconds.
+    """
+
+    def __init__(self, retry_seconds: float) -> None:
+        self._remaining = retry_seconds
+        self._pause = _FIRST_PAUSE
+
+    def call(self, operation: Callable[[], T]) -> T:
+        """Return the result of ``operation``, retrying while it raises `StorageError`.
+
+        Raises:
+            StorageError: the operation still fails when the time limit is reached.
+        """
+        while True:
+            try:
+                return operation()
+            except StorageError as error:
+                if self._remaining <= 0:
+                    raise
+                pause = min(self._pause, self._remaining)
+                logger.warning("%s Retrying in %.1f s.", error.what, pause)
+                time.sleep(pause)
+                self._remaining -= pause
+                self._pause *= 2

@@ -37,8 +37,6 @@ class Devices:
         """Return the device of the process with rank ``local_rank`` on this node."""
         if self.type == "cpu":
             return torch.device("cpu")
-        if self.type == "mps":
-            return torch.device("mps", 0)
         if local_rank < len(self.indices):
             return torch.device(self.type, self.indices[local_rank])
         if torch.cuda.device_count() == 1:
@@ -59,22 +57,16 @@ def resolve_devices(accelerator: str, devices: int | str | Sequence[int]) -> Dev
     device_type = _kind(accelerator)
     available = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device_type)
     requested = _parse_devices(devices)
+    if device_type == "cpu" and (requested == -1 or not isinstance(requested, int | str)):
+        raise ConfigurationError(
+            f"devices={devices!r} on the CPU.",
+            "CPU processes are not counted and have no index.",
+            "give the number of processes, devices=2.",
+        )
     if requested == "auto" or requested == -1:
-        if requested == -1 and available is None:
-            raise ConfigurationError(
-                "devices=-1 on the CPU.",
-                "-1 stands for all devices, and CPU processes are not counted.",
-                "give the number of processes, devices=2.",
-            )
         return Devices(device_type, tuple(range(available or 1)), chosen=requested == -1)
     assert not isinstance(requested, str)
     indices = tuple(range(requested)) if isinstance(requested, int) else tuple(requested)
-    if device_type == "cpu" and not isinstance(requested, int):
-        raise ConfigurationError(
-            f"devices={devices!r} on the CPU.",
-            "CPU processes have no index.",
-            f"give the number of processes, devices={len(indices)}.",
-        )
     missing = [index for index in indices if available is not None and not 0 <= index < available]
     if missing or not indices or len(set(indices)) != len(indices):
         raise ConfigurationError(

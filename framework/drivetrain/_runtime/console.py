@@ -9,20 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _LOGGER = logging.getLogger("drivetrain")
-
-_LOGGED: set[str] = set()
-"""Messages that `log_once` has logged in this process."""
-
-
-def log_once(text: str) -> None:
-    """Log ``text``, a message that would be the same for every run, once per process."""
-    if text not in _LOGGED and _LOGGER.isEnabledFor(logging.INFO):
-        _LOGGED.add(text)
-        _LOGGER.info(text)
 
 
 class _StandardError(logging.StreamHandler[Any]):
@@ -57,10 +47,6 @@ def log_to_console(enabled: bool) -> Iterator[None]:
         _LOGGER.setLevel(logging.NOTSET)
 
 
-# The texts of the errors about which a warning was logged.
-_WARNED: set[str] = set()
-
-
 def is_terminal(stream: Any) -> bool:
     """Return True if lines on ``stream`` can be rewritten. ``sys.stdout`` may be None, for which this returns False."""
     try:
@@ -72,7 +58,7 @@ def is_terminal(stream: Any) -> bool:
 def write_output(stream: Any, text: str) -> None:
     """Write ``text`` and flush. Characters that the encoding of the stream lacks are replaced by question marks.
 
-    If writing fails, for example because the disk is full or the terminal was closed, a warning is logged once.
+    A run goes on if writing fails, for example because the disk is full or the terminal was closed.
 
     Args:
         stream: an open text file, or an object with a ``write`` method. If it is None, as ``sys.stdout`` in a process
@@ -81,7 +67,7 @@ def write_output(stream: Any, text: str) -> None:
     """
     if stream is None:
         return
-    try:
+    with suppress(OSError, ValueError):
         try:
             stream.write(text)
         except UnicodeEncodeError:
@@ -89,7 +75,3 @@ def write_output(stream: Any, text: str) -> None:
             stream.write(text.encode(encoding, "replace").decode(encoding))
         if hasattr(stream, "flush"):
             stream.flush()
-    except (OSError, ValueError) as error:
-        if str(error) not in _WARNED:
-            _WARNED.add(str(error))
-            _LOGGER.warning("Progress cannot be shown: writing to the output failed (%s). The run continues.", error)

@@ -88,17 +88,11 @@ def generators_restorer(device: torch.device, own: Iterable[Any] = ()) -> Callab
         device: the device whose generator is included.
         own: generators of the user to restore as well, which are objects of torch, NumPy or Python.
     """
-    python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
-    arrays = None if numpy is None else numpy.random.get_state()
-    device_state = _state_of(device)
+    states = capture_generators(device)
     restorers = [_state_restorer(generator) for generator in own]
 
     def restore() -> None:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
-        _set_state_of(device, device_state)
+        restore_generators(states(), device)
         for restore_own in restorers:
             restore_own()
 

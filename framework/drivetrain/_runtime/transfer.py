@@ -181,6 +181,4 @@ def _parts(batch: Any) -> Iterator[Any]:
         return iter(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return iter([getattr(batch, field.name, None) for field in dataclasses.fields(batch)])
-    if hasattr(batch, "data") and isinstance(getattr(batch, "data", None), Mapping):
-        return iter(batch.data.values())
     return iter(())

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from drivetrain.errors import CheckpointError
 
@@ -15,6 +15,12 @@ Content = bytes | memoryview
 
 class StorageError(CheckpointError):
     """The storage failed or did not answer; the checkpoint itself may be intact."""
+
+    @classmethod
+    def unanswered(cls, what: str, error: OSError) -> Self:
+        """Return the error for a question that the storage did not answer, such as ``"'runs' cannot be listed"``."""
+        fix = "check the storage, the credentials and the network."
+        return cls(f"{what}: {error}.", "it is unknown what is there.", fix)
 
 
 class NoFileError(OSError):

@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drivetrain._module.example_inputs import example_arguments, has_forward
-from drivetrain._module.run_handle import RunHandle
 from drivetrain._runtime.generators import is_generator, preserved_generators
 from drivetrain._runtime.module_modes import in_eval_mode
 
@@ -33,7 +31,6 @@ _CONSTANTS = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
 )  # the operators that torch.tensor(...) in forward calls
-_MAX_MESSAGE_LENGTH = 100  # characters of an error's message that a reason quotes
 
 
 @dataclass(slots=True)
@@ -65,19 +62,14 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
     """
     if not has_forward(module):
         return ForwardShapes(missing_reason="the module has no forward")
-    tensors = [*module.parameters(), *module.buffers()]
-    if any(isinstance(tensor, UninitializedParameter | UninitializedBuffer) for tensor in tensors):
-        return ForwardShapes(missing_reason="lazy layers have no shape until the first batch")
-    if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
-        return ForwardShapes(missing_reason="TorchScript cannot run on shapes alone")
     try:
         generators = [value for child in module.modules() for value in vars(child).values() if is_generator(value)]
         with in_eval_mode(module), preserved_generators(device, generators):
             return _run_forward(module, example, device)
     except Exception as error:  # A user's forward may raise any error, but a summary must not end a run.
-        message = " ".join(str(error).split()) or "no message"
-        short = message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[: _MAX_MESSAGE_LENGTH - 3]}..."
-        return ForwardShapes(missing_reason=f"forward does not run on shapes alone ({type(error).__name__}: {short})")
+        message = " ".join(str(error).split())
+        reason = f"forward does not run on shapes alone ({type(error).__name__}: {message:.100})"
+        return ForwardShapes(missing_reason=reason)
 
 
 def _run_forward(module: nn.Module, example: Any, device: torch.device) -> ForwardShapes:
@@ -124,7 +116,6 @@ class _FakeTensors:
         """Context manager that replaces the tensors of ``module`` by fake tensors and disconnects it from its run."""
         children = list(module.modules())
         saved = [(child.__dict__, dict(child.__dict__)) for child in children]
-        run_handles = [vars(child) for child in children if isinstance(child, RunHandle)]
         sharded = any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in module.parameters())
         try:
             for attributes, before in saved:
@@ -142,20 +133,14 @@ class _FakeTensors:
                 )
                 attributes["_modules"] = before["_modules"].copy()
                 attributes["_compiled_call_impl"] = None
-                attributes.pop("_trainer", None)  # The trainer communicates with other ranks.
+                attributes.pop("_trainer", None)  # The trainer communicates with other ranks, and logs.
                 if sharded:  # The strategy's hooks would gather weights.
                     attributes.update({name: OrderedDict() for name in _HOOKS})
-            for attributes in run_handles:  # Fake tensors cannot be logged.
-                attributes["log"] = attributes["log_dict"] = _do_nothing
             yield
         finally:
             for attributes, before in saved:
                 attributes.clear()
                 attributes.update(before)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 def _record_shapes(module: nn.Module, result: ForwardShapes, counter: Any) -> None:

@@ -8,15 +8,16 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import BatchSampler
 
 from drivetrain._data.combined import CombinedLoader
-from drivetrain._data.order_fingerprint import digest_of_batch, subset_fingerprint
+from drivetrain._data.order_fingerprint import subset_fingerprint
 from drivetrain._data.prediction_files import (
     Part,
     as_integer_indices,
@@ -80,7 +81,6 @@ class PredictionRun:
         self._buffered_bytes = 0
         self._buffered_since = 0.0
         self._batches_seen: dict[int, int] = {}  # by loader
-        self._write_failed = False
 
     def is_written(self, batch_idx: int, dataloader_idx: int) -> bool:
         """Return whether the killed run has written a batch.
@@ -100,7 +100,7 @@ class PredictionRun:
         if indices is not None and stored is not None and list(indices) != stored.tolist():
             raise CheckpointError(
                 f"The unfinished predictions {self.store.path!r} have other samples in batch {batch_idx} of rank "
-                f"{self._data_rank}: {_shortened(stored.tolist())} then, {_shortened(indices)} now.",
+                f"{self._data_rank}: {stored.tolist()!s:.100} then, {list(indices)!s:.100} now.",
                 "the sampler draws in another order, so the remaining batches would not be those that are missing.",
                 "resume with a sampler that draws in the same order, write to another path, or delete the folder to "
                 "start again.",
@@ -153,11 +153,8 @@ class PredictionRun:
 
     def flush_after_failure(self) -> None:
         """Write the buffer after a failure, if possible. Not a collective operation."""
-        if not self._write_failed:
-            try:
-                self._flush()
-            except Exception:
-                return  # Only the original failure is reported.
+        with suppress(Exception):  # Only the original failure is reported.
+            self._flush()
 
     def _check_all_seen(self) -> None:
         for part, stored in self._earlier.items():
@@ -173,16 +170,10 @@ class PredictionRun:
         """Write the buffer as a part."""
         if self._part is None:
             return
-        self._write_failed = True
         contents = part_contents(self._samples, self._indices, self._outputs, self._tensors)
         self._records[self._part.name] = self.store.write(self._part, contents)
-        self._write_failed = False
         self._part, self._samples, self._indices = None, [], array("q")
         self._outputs, self._tensors, self._buffered_bytes = [], {}, 0
-
-
-def _shortened(indices: Sequence[int]) -> str:
-    return f"{list(indices)!s:.100}"
 
 
 def _encoded(output: Any, name: str, batch_idx: int) -> tuple[Any, dict[str, Tensor]]:
@@ -209,10 +200,7 @@ def _encoded(output: Any, name: str, batch_idx: int) -> tuple[Any, dict[str, Ten
 
 
 def prediction_identity(trainer: RunContext, module: Any) -> dict[str, Any]:
-    """Return JSON-serializable values that are equal for runs that make the same predictions. A collective operation.
-
-    At most a few samples of the data are read.
-    """
+    """Return JSON-serializable values by name, which are equal for runs that make the same predictions. Collective."""
     return {
         "weights": _weights_digest(trainer.strategy),
         "module": class_path(type(module)),
@@ -262,8 +250,4 @@ def _data_identity(loader: Any) -> dict[str, Any]:
         uses_dataset_order = type(inner) in (SequentialSampler, RandomSampler) and draws_once
         identity["order"] = "of the data set" if uses_dataset_order else class_path(type(inner))
         identity["drawn samples"] = len_or_none(inner)
-    if isinstance(data, TensorDataset) and len(data):
-        identity["digest of some samples"] = digest_of_batch(
-            [data[index] for index in sorted({0, len(data) // 2, len(data) - 1})]
-        )
     return identity

@@ -28,7 +28,7 @@ from drivetrain._format.manifest import FileRecord
 from drivetrain._format.tensor_reader import CheckedFile
 from drivetrain._storage.paths import folder_at, local_path
 from drivetrain._storage.publication import lock_for_this_process
-from drivetrain.errors import CheckpointError, listed
+from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")
 
@@ -70,18 +70,11 @@ class PredictionStore:
             Whether a killed run has begun these predictions.
 
         Raises:
-            CheckpointError: the folder has other contents, or another run is writing to it.
+            CheckpointError: the folder has other predictions, or another run is writing to it.
         """
-        self._make_folder()
+        self._folder.make()
         self._acquire_lock()
         names = self._names()
-        foreign = [name for name in names if not is_prediction_file(name)]
-        if foreign:
-            raise CheckpointError(
-                f"{self.path!r} contains {listed(foreign)}, which are not predictions.",
-                "predictions need their own folder.",
-                "write to another path, or move these files away.",
-            )
         if MANIFEST not in names:
             if parts_among(names):
                 raise CheckpointError(
@@ -106,14 +99,13 @@ class PredictionStore:
 
     def _check_identity(self, identity: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         for key in dict.fromkeys([*identity, *before]):
-            if identity.get(key) == before.get(key):
-                continue
-            difference = "" if key == "weights" else f": {_difference(before.get(key), identity.get(key))}"
-            raise CheckpointError(
-                f"The unfinished predictions {self.path!r} differ in {key}{difference}.",
-                "the remaining batches would not match those that were written.",
-                "resume with the same settings, write to another path, or delete the folder to start again.",
-            )
+            then, now = before.get(key), identity.get(key)
+            if then != now:
+                raise CheckpointError(
+                    f"Unfinished predictions {self.path!r} differ in {key}: {then!r:.2000} then, {now!r:.2000} now.",
+                    "the remaining batches would not match those that were written.",
+                    "resume with the same settings, write to another path, or delete the folder to start again.",
+                )
 
     # Read and write parts, on any rank
 
@@ -177,16 +169,6 @@ class PredictionStore:
 
     # The folder, its lock and its files
 
-    def _make_folder(self) -> None:
-        root = local_path(self.path)
-        if root is not None and os.path.lexists(root) and not os.path.isdir(root):
-            raise CheckpointError(
-                f"{self.path!r} is a file.",
-                "predictions are stored in a folder.",
-                "write to another path, or move the file away.",
-            )
-        self._folder.make()
-
     def _acquire_lock(self) -> None:
         """Lock the folder against other runs, if the file system supports locks."""
         root = local_path(self.path)
@@ -208,15 +190,6 @@ class PredictionStore:
     def _remove(self, name: str) -> None:
         with suppress(OSError):  # leftover files are harmless
             self._folder.remove(name)
-
-
-def _difference(then: Any, now: Any) -> str:
-    """Describe how two values differ. For lists of dicts, the text names the fields that differ."""
-    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        fields = [(name, old[name], new.get(name)) for old, new in zip(then, now, strict=True) for name in old]
-        differing = [f"{name} {old!r:.100} then, {new!r:.100} now" for name, old, new in fields if old != new]
-        return "; ".join(differing)
-    return f"{then!r:.200} then, {now!r:.200} now"
 
 
 def _file_record(contents: Sequence[Content]) -> FileRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._config.argument_checks import parse_duration
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _MAX_BAR_WIDTH = 24  # columns
 _MIN_BAR_WIDTH = 6  # columns
+_MIN_WIDTH_WITH_BAR = 40  # columns after the title; narrower lines have no bar
 
 
 class Phase:
@@ -143,10 +144,7 @@ class BarLine(NamedTuple):
 
 
 def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> BarLine:
-    """Return the line of a phase, shortened to ``width`` columns.
-
-    If the line is too long, metrics are dropped first, starting with the last metric. The first metric is kept longer
-    than the bar, the speed and the times.
+    """Return the line of a phase, with a bar if the total is known, cut off at ``width`` columns.
 
     Args:
         phase: the phase to show.
@@ -158,32 +156,13 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
     elapsed, rate = phase.speed(now)
     seconds_left = phase.seconds_left(now)
     times = elapsed if seconds_left is None else f"{elapsed}<{format_time(seconds_left)}"
-    run_left = [run] if run else []
-    full = [phase.count, f"[{times}, {rate}]", *run_left]
-    shorter = [full, [phase.count, f"[{times}]", *run_left], [phase.count, *run_left], [phase.count]]
-    layouts = [(_MIN_BAR_WIDTH if phase.is_bounded else 0, full), *((0, parts) for parts in shorter)]
-    shown = format_metrics(metrics)
-    free_columns = width - len(phase.title)
-    fitting = (layout for layout in _by_preference(layouts, shown) if _width(*layout) <= free_columns)
-    bar, parts = next(fitting, (0, [phase.count]))
-    if bar:
-        bar = min(_MAX_BAR_WIDTH, bar + free_columns - _width(bar, parts))
-    filled = bar * phase.done // int(phase.total) if bar else 0
-    return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(free_columns - 1, 0)])
-
-
-def _by_preference(layouts: Sequence[tuple[int, list[str]]], metrics: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield each layout of a line with all metrics, with fewer metrics and "…", and, last, without metrics."""
-    for bar, parts in layouts:
-        for shown in range(len(metrics), 0, -1):
-            yield bar, [*parts, *metrics[:shown], *(["…"] if shown < len(metrics) else [])]
-    for bar, parts in layouts:
-        yield bar, parts
-
-
-def _width(bar: int, parts: list[str]) -> int:
-    """Return the columns that the bar and ``parts`` take after the title."""
-    return (bar + 3 if bar else 0) + sum(len(part) + 1 for part in parts)
+    rest = " ".join(filter(None, [phase.count, f"[{times}, {rate}]", run, *format_metrics(metrics)]))
+    free = max(width - len(phase.title) - 1, 0)
+    bar = 0
+    if phase.is_bounded and free >= _MIN_WIDTH_WITH_BAR:
+        bar = min(max(free - len(rest) - 3, _MIN_BAR_WIDTH), _MAX_BAR_WIDTH)
+        free -= bar + 3
+    return BarLine(phase.title[:width], bar, bar * phase.done // int(phase.total) if bar else 0, rest[:free])
 
 
 def format_metrics(metrics: Mapping[str, float]) -> list[str]:

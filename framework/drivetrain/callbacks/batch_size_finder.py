@@ -30,8 +30,7 @@ class BatchSizeFinder(Finder):
     The data module, or the module, must build its loaders with the attribute ``batch_arg_name``, which the search sets.
     Trials run on copies, so only that attribute changes. The result is in `optimal_batch_size`.
 
-    A run that resumes from the path of a checkpoint uses the size that the checkpoint contains, and does not search. A
-    run with ``ckpt_path`` "auto", "last" or "best" searches, because there may be no checkpoint to resume from.
+    A run that resumes from a checkpoint searches too.
 
     Args:
         mode: "power" doubles the size until a size does not fit. "binsearch" then searches between the last two.
@@ -111,38 +110,22 @@ class BatchSizeFinder(Finder):
         self.optimal_batch_size = size
         return size
 
-    def restore(self, saved: dict[str, Any], trials: Trials) -> None:
-        """Set the attribute to the size of the run that is resumed."""
-        self.optimal_batch_size = saved.get("optimal_batch_size")
-        if self.optimal_batch_size is not None:
-            set_attribute(self.batch_arg_name, self.optimal_batch_size, trials.module, trials.datamodule)
-
     def _check_resizable(self, trials: Trials) -> None:
-        loaders, stage, name = trials.loaders, trials.stage, self.batch_arg_name
+        loaders, name = trials.loaders, self.batch_arg_name
         if loaders is None:
             if not find_holders(name, trials.module, trials.datamodule):
-                owners = [type(owner).__name__ for owner in (trials.module, trials.datamodule) if owner is not None]
                 raise ConfigurationError(
-                    f"{' and '.join(owners)} have no attribute {name!r}, nor a hyper-parameter of that name."
-                    if len(owners) > 1
-                    else f"{owners[0]} has no attribute {name!r}, nor a hyper-parameter of that name.",
+                    f"Neither the module nor a data module has an attribute or hyper-parameter {name!r}.",
                     "each trial sets that attribute before the loader is built.",
                     f"set self.{name} = ... and build the loader with it, or name another attribute: batch_arg_name=.",
                 )
             return
-        if not isinstance(loaders, DataLoader):
+        is_plain = isinstance(loaders, DataLoader) and type(loaders.batch_sampler) is BatchSampler
+        if not is_plain or loaders.batch_size is None:
             raise ConfigurationError(
-                f"The batch size of a {type(loaders).__name__}, passed to {stage}, cannot be changed.",
-                "only a DataLoader can be rebuilt with another batch size.",
-                f"pass one DataLoader, or a data module that builds its loaders with self.{name}.",
-            )
-        if loaders.batch_size is None or type(loaders.batch_sampler) is not BatchSampler:
-            reason = "without a batch_size" if loaders.batch_sampler is None else "with a custom batch_sampler"
-            loader = f"{type(loaders).__name__} of {type(loaders.dataset).__name__}"
-            raise ConfigurationError(
-                f"The batch size of a {loader} {reason}, passed to {stage}, cannot be changed.",
-                "the dataset or the batch_sampler determines how large the batches are.",
-                f"give the loader a batch_size, or pass a data module that builds its loaders with self.{name}.",
+                f"The batch size of what was passed to {trials.stage}, a {type(loaders).__name__}, cannot be changed.",
+                "only a DataLoader with a batch_size can be rebuilt with another one.",
+                f"pass one with a batch_size, or a data module that builds its loaders with self.{name}.",
             )
 
 

@@ -32,8 +32,7 @@ class LearningRateFinder(Finder):
     The search trains a copy of the module and restores data, random generators and counters, so only the learning rate
     of the fit changes. The result is in `optimal_lr`.
 
-    A run that resumes from the path of a checkpoint uses the rate that the checkpoint contains, and does not search. A
-    run with ``ckpt_path`` "auto", "last" or "best" searches, because there may be no checkpoint to resume from.
+    A run that resumes from a checkpoint searches too, and then goes on with the checkpoint's rate.
 
     Args:
         min_lr: the learning rate of the first step.
@@ -52,7 +51,6 @@ class LearningRateFinder(Finder):
     """
 
     _stages = ("fit",)
-    _saved_attributes = ("_suggestion",)
 
     min_lr: float = 1e-8
     max_lr: float = 1
@@ -74,13 +72,6 @@ class LearningRateFinder(Finder):
             )
         steps = "the number of optimizer steps whose losses are compared"
         check_count("LearningRateFinder", "num_training_steps", self.num_training_steps, 2, steps)
-        if self.early_stop_threshold is not None and not self.early_stop_threshold > 0:
-            raise ConfigurationError(
-                f"early_stop_threshold={self.early_stop_threshold!r}.",
-                "the search stops when the loss exceeds this multiple of the best loss.",
-                "use a positive number, such as 4.0, or None.",
-            )
-        self._suggestion: float | None = None
         self.optimal_lr: LRFind | None = None
         """The result of the search; None before a search."""
 
@@ -97,26 +88,14 @@ class LearningRateFinder(Finder):
         test = _RangeTest(self)
         trials.run(test, self.num_training_steps)
         self.optimal_lr = LRFind({"lr": test.rates, "loss": test.losses}, self.mode)
-        self._suggestion = self.optimal_lr.suggestion()
+        suggestion = self.optimal_lr.suggestion()
         owner = type(trials.module).__name__
-        if name is not None and self._suggestion is not None:
-            set_attribute(name, self._suggestion, trials.module, trials.datamodule)
-            trials.log_info("%s.%s is set to the learning rate %.4g.", owner, name, self._suggestion)
+        if name is not None and suggestion is not None:
+            set_attribute(name, suggestion, trials.module, trials.datamodule)
+            trials.log_info("%s.%s is set to the learning rate %.4g.", owner, name, suggestion)
         elif name is not None:
-            trials.log_info(
-                "The search suggests no learning rate, so %s.%s is unchanged. The search made %d steps, of which the "
-                "first 10, the last and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
-                owner,
-                name,
-                len(test.losses),
-            )
+            trials.log_info("The search suggests no learning rate, so %s.%s is unchanged.", owner, name)
         return self.optimal_lr
-
-    def restore(self, saved: dict[str, Any], trials: Trials) -> None:
-        """Set the attribute to the rate of the run that is resumed."""
-        self._suggestion = saved.get("suggestion")
-        if self.update_attr and self._suggestion is not None:
-            set_attribute(self._attribute(trials), self._suggestion, trials.module, trials.datamodule)
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step of the search, counted from 0."""
@@ -229,11 +208,9 @@ class _RangeTest(Callback):
     def on_fit_start(self, trainer: RunContext, module: Any) -> None:
         count = len(trainer.optimizers)
         if not module.automatic_optimization or count != 1:
-            reason = f"configure_optimizers returned {count or 'no'} optimizer{'s' if count != 1 else ''}"
             raise ConfigurationError(
-                f"The learning rate of {type(module).__name__} cannot be searched for: "
-                + (reason if module.automatic_optimization else "automatic_optimization is False")
-                + ".",
+                f"The learning rate of {type(module).__name__}, with {count} optimizers and "
+                f"automatic_optimization={module.automatic_optimization}, cannot be searched for.",
                 "the search sets the rate of one optimizer before each step, and the engine makes the step.",
                 "return one optimizer, or choose the rates by hand.",
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,13 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-_MAX_WIDTH = 120  # columns of the table; wider tables are hard to read
-_COLUMN_GAP = "  "
 _RIGHT_ALIGNED = ("Params", "Size", "FLOPs")
-_SHRINKING = ("Name", "Type", "In", "Out")
-_MIN_WIDTH = 8  # characters to which a column may be shortened
-_MAX_NAMES = 4  # names of rows in a note; further rows are only counted
-_NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
 
 
 class ModelSummary(Callback):
@@ -54,9 +46,7 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the summary."""
         if trainer.is_global_zero:
-            summary = summarize(module, self.max_depth, trainer.strategy.device)
-            width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-            trainer.print(as_text(summary, width))
+            trainer.print(str(summarize(module, self.max_depth, trainer.strategy.device)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +65,6 @@ class SummaryRow:
     """Number of trainable parameters."""
     size: int
     """Bytes of parameters and buffers."""
-    notes: Sequence[str]
     training: bool
     """Whether the module itself is in train mode."""
     inputs: Shapes | None
@@ -121,11 +110,8 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
         if device is None:
             device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         shapes = forward_shapes(module, example, device)
-    names: dict[int, list[str]] = {}  # of each parameter
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     whole, *rows = (
-        _row(child, name, names, shapes)
+        _row(child, name, shapes)
         for name, child in module.named_modules(remove_duplicate=False)
         if not name or max_depth < 0 or name.count(".") < max_depth
     )
@@ -134,21 +120,14 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
     return Summary(rows, whole, sum(modes), len(modes) - sum(modes), missing_reason)
 
 
-def _row(module: torch.nn.Module, name: str, names: dict[int, list[str]], shapes: ForwardShapes | None) -> SummaryRow:
+def _row(module: torch.nn.Module, name: str, shapes: ForwardShapes | None) -> SummaryRow:
     parameters = list(module.parameters())
-    others = {each for p in parameters for each in names[id(p)] if name and not each.startswith(f"{name}.")}
-    notes = [f"tied to {', '.join(sorted(others))}"] if others else []
-    if any(isinstance(p, UninitializedParameter) for p in parameters):
-        notes.append("lazy")
-    if any(p.is_meta for p in parameters):
-        notes.append("meta")
     return SummaryRow(
         name,
         plain_class(module).__name__,
         sum(map(_numel, parameters)),
         sum(_numel(p) for p in parameters if p.requires_grad),
         sum(_numel(tensor) * tensor.dtype.itemsize for tensor in (*parameters, *module.buffers())),
-        notes,
         module.training,
         None if shapes is None else shapes.inputs.get(name),
         None if shapes is None else shapes.outputs.get(name),
@@ -166,25 +145,8 @@ def _numel(tensor: torch.Tensor) -> int:
 # The summary as text
 
 
-def as_text(summary: Summary, width: int = 80) -> str:
-    """Return the summary as aligned columns, with at most ``width`` characters per line."""
-    lines: list[str] = []
-    if summary.rows:
-        columns = _columns(summary, width)
-        table = [
-            _COLUMN_GAP.join(
-                cell.rjust(_width(column)) if column[0] in _RIGHT_ALIGNED else cell.ljust(_width(column))
-                for cell, column in zip(cells, columns, strict=True)
-            ).rstrip()
-            for cells in zip(*columns, strict=True)
-        ]
-        rule = "-" * _table_width(columns)
-        lines = [table[0], rule, *table[1:], rule]
-    return "\n".join(lines + [part for line in _footer(summary) for part in textwrap.wrap(line, width)])
-
-
-def _columns(summary: Summary, width: int) -> list[list[str]]:
-    """Return the columns, each with its title first, shortened to fit into ``width`` characters if possible."""
+def as_text(summary: Summary) -> str:
+    """Return the summary as aligned columns."""
     rows = summary.rows
     columns = [
         ["Name", *("  " * row.name.count(".") + row.name.rpartition(".")[2] for row in rows)],
@@ -198,24 +160,14 @@ def _columns(summary: Summary, width: int) -> list[list[str]]:
             ["Out", *(_shapes(row.outputs) for row in rows)],
             ["FLOPs", *(format_count(row.flops, "KMGTP") if row.flops else "-" for row in rows)],
         ]
-    modes = [_mode(row) for row in rows]
-    if set(modes) != {"train"}:
-        columns.append(["Mode", *modes])
-    while _table_width(columns) > width:
-        widest = max((column for column in columns if column[0] in _SHRINKING), key=_width)
-        narrower = _width(widest) - 1
-        if narrower < _MIN_WIDTH:
-            break  # The terminal is too narrow for the table, and will wrap lines.
-        widest[:] = [truncate_middle(cell, narrower) for cell in widest]
-    return columns
-
-
-def _width(column: Sequence[str]) -> int:
-    return max(map(len, column))
-
-
-def _table_width(columns: Sequence[Sequence[str]]) -> int:
-    return sum(map(_width, columns)) + len(_COLUMN_GAP) * (len(columns) - 1)
+    columns.append(["Mode", *map(_mode, rows)])
+    for column in columns:
+        width = max(map(len, column))
+        column[:] = [cell.rjust(width) if column[0] in _RIGHT_ALIGNED else cell.ljust(width) for cell in column]
+    lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
+    rule = "-" * len(lines[0])
+    table = [lines[0], rule, *lines[1:], rule] if rows else []
+    return "\n".join(line.rstrip() for line in [*table, *_footer(summary)])
 
 
 def _mode(row: SummaryRow) -> str:
@@ -225,14 +177,10 @@ def _mode(row: SummaryRow) -> str:
 
 def _footer(summary: Summary) -> list[str]:
     whole, modules = summary.whole, summary.in_train_mode + summary.in_eval_mode
-    modes = f"{summary.in_train_mode} of them in train mode, {summary.in_eval_mode} in eval mode"
-    if not summary.in_eval_mode or not summary.in_train_mode:
-        modes = f"all in {'train' if summary.in_train_mode else 'eval'} mode"
     lines = [
-        *_notes(summary.rows),
         f"{whole.total:,} parameters, {whole.trainable:,} trainable, {whole.total - whole.trainable:,} frozen; "
         f"{format_bytes(whole.size)} with buffers",
-        f"{modules} module{'s' * (modules > 1)}, {modes}",
+        f"{modules} modules, {summary.in_train_mode} in train mode, {summary.in_eval_mode} in eval mode",
     ]
     if whole.flops is not None:
         lines.append(f"{_with_unit(whole.flops, 'KMGTP', 'FLOPs')} in a forward pass of example_input_array")
@@ -241,32 +189,11 @@ def _footer(summary: Summary) -> list[str]:
     return lines
 
 
-def _notes(rows: Sequence[SummaryRow]) -> list[str]:
-    """Return the notes below the table, each with the names of the rows that the note is about."""
-    by_note: dict[str, list[str]] = {}
-    for row in rows:
-        for note in row.notes:
-            by_note.setdefault(note, []).append(row.name)
-    lines = []
-    for note, names in by_note.items():
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        lines.append(f"{', '.join(names[:_MAX_NAMES])}{more}: {_NOTES.get(note, note)}")
-    return lines
-
-
 def _shapes(shapes: Sequence[Sequence[int]] | None) -> str:
     if not shapes:
         return "-"
     first = "x".join(map(str, shapes[0])) or "()"
     return f"{first} +{len(shapes) - 1}" if len(shapes) > 1 else first
-
-
-def truncate_middle(text: str, width: int) -> str:
-    """Return ``text``, with its middle replaced by ".." if it is longer than ``width``."""
-    if len(text) <= width:
-        return text
-    tail = (width - 2) // 2
-    return text[: width - 2 - tail] + ".." + text[len(text) - tail :]
 
 
 def format_count(number: float, units: str = "KMBT") -> str:

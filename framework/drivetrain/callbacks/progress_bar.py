@@ -201,7 +201,7 @@ class ProgressBar(Callback):
     def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
         """Return the values to show, by name. Override this method to show other values."""
         is_evaluation = self._phase is not None and self._phase is not self._training
-        return dict(trainer.evaluation_so_far if is_evaluation else trainer.progress_bar_values)
+        return {} if is_evaluation else dict(trainer.progress_bar_values)
 
     # Draw the bar on a terminal
 

@@ -345,7 +345,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Restore the ``requires_grad`` of all parameters to its value before `toggle_optimizer`."""
-        self.trainer.manual_step("untoggle_optimizer", "steps all optimizers on").untoggle(optimizer)
+        self.trainer.manual_step("untoggle_optimizer", "steps all optimizers on").untoggle()
 
     def clip_gradients(
         self,

@@ -41,7 +41,7 @@ def clip_gradients(
         Tensor of shape (): the total norm (largest magnitude for ``"value"``) before clipping, or 0 without gradients.
 
     Raises:
-        ConfigurationError: ``algorithm`` is unknown, or gradients to clip by value are complex.
+        ConfigurationError: ``algorithm`` is unknown.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigurationError(
@@ -64,8 +64,6 @@ def clip_gradients(
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), order)
     if algorithm == "value":
         for bucket in buckets:
-            if bucket[0].is_complex():
-                raise _complex_error(bucket[0].dtype)
             torch._foreach_clamp_min_(bucket, -float(max_norm))
             torch._foreach_clamp_max_(bucket, float(max_norm))
         for parameters in sharded.values():
@@ -85,14 +83,6 @@ def clip_gradients(
     for bucket in buckets:
         torch._foreach_mul_(bucket, coefficient.to(bucket[0].device))
     return total
-
-
-def _complex_error(dtype: torch.dtype) -> ConfigurationError:
-    return ConfigurationError(
-        f"gradient_clip_algorithm='value' with a gradient of dtype {dtype}.",
-        "complex numbers have no order, so torch cannot clip them by value.",
-        "use 'norm'.",
-    )
 
 
 def _norm_over_shards(parameters: list[Parameter]) -> Tensor:

@@ -196,21 +196,16 @@ class LossScaler:
 
     def _decide(self, reducer: Callable[[Tensor], None] | None) -> bool:
         flags, self._unused_checks = self._unused_checks, []
-        if reducer is not None:
-            if not flags:  # this rank has no gradients but takes part in the reduction
-                scale = cast(Tensor, self.scaler._scale)
-                flags.append(torch.zeros((), device=scale.device))
-                self._checks.extend(flags)
-            for flag in flags[1:]:
-                flags[0].add_(flag.to(flags[0].device))
-            reducer(flags[0])  # reduced in place, so that `update` sees the result in ``_checks``
-            return bool(flags[0].item())
+        if not flags and reducer is not None:  # this rank has no gradients but takes part in the reduction
+            flags.append(torch.zeros((), device=cast(Tensor, self.scaler._scale).device))
+            self._checks.extend(flags)
         if not flags:
             return False
-        total = flags[0]
         for flag in flags[1:]:
-            total = total + flag.to(total.device)
-        return bool(total.item())
+            flags[0].add_(flag.to(flags[0].device))
+        if reducer is not None:
+            reducer(flags[0])  # reduced in place, so that `update` sees the result in ``_checks``
+        return bool(flags[0].item())
 
 
 def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -33,7 +33,7 @@ class MixedPrecision(Precision):
         scaler: your own scaler for ``"16-mixed"``. None creates a ``torch.amp.GradScaler(device)``.
 
     Raises:
-        ConfigurationError: the name is unknown, the device has no autocast, or ``"bf16-mixed"`` got a scaler.
+        ConfigurationError: the name is unknown, or ``"bf16-mixed"`` got a scaler.
     """
 
     def __init__(
@@ -52,12 +52,6 @@ class MixedPrecision(Precision):
         self.compute_dtype = self.output_dtype = _DTYPES[precision]
         self.scales_loss = precision == "16-mixed"
         self.unscales_while_clipping = self.scales_loss and type(self).clip_gradients is MixedPrecision.clip_gradients
-        if not torch.amp.is_autocast_available(self.device_type):
-            raise ConfigurationError(
-                f"precision={precision!r} cannot run on device type {self.device_type!r}.",
-                "PyTorch has no autocast for this device type.",
-                "Use precision='32-true' or 'bf16-true'.",
-            )
         if scaler is not None and not self.scales_loss:
             raise ConfigurationError(
                 f"MixedPrecision({precision!r}) got a scaler.",
@@ -73,9 +67,7 @@ class MixedPrecision(Precision):
         return (self._scaler or self._build()).scaler if self.scales_loss else None
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a device of another type than autocast was set up for, and CUDA if no CUDA device is available.
-
-        Without this check, autocast and the scaler would only warn and disable themselves.
+        """Refuse a device of another type than autocast was set up for.
 
         Raises:
             ConfigurationError: the run cannot use autocast on ``device``.
@@ -85,12 +77,6 @@ class MixedPrecision(Precision):
                 f"{self!r} is for device type {self.device_type!r}, but the run is on {device}.",
                 "Autocast would leave every operation of this run in float32.",
                 f"Construct the precision with device={device.type!r}, or pass precision={self.name!r} as a string.",
-            )
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigurationError(
-                f"precision={self.name!r} on {device}, but no CUDA device is available.",
-                "Autocast and loss scaling would be switched off.",
-                "Run where torch.cuda.is_available() is true, or use accelerator='cpu'.",
             )
 
     def convert_module(self, module: Module) -> Module:

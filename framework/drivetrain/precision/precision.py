@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,12 @@ from torch.optim import Optimizer
 
 from drivetrain.precision._clipping import clip_gradients
 
-if TYPE_CHECKING:
-    from drivetrain._runtime.memory_advice import MemoryAdvice
-
-
 _TRUE_PRECISION_NAMES = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 """Names of the precisions whose parameters have the compute dtype."""
 
 
 _METHODS_BY_FLAG = {
     "has_forward_context": ("forward_context",),
-    "converts_batch": ("convert_batch",),
     "scales_loss": ("unscale", "update"),
 }
 """Maps an attribute to the methods that it describes. Overriding such a method sets the attribute to True."""
@@ -51,8 +46,8 @@ class Precision:
             precision.step(optimizer)
         precision.update()
 
-    The attributes describe the dtypes of the run, and which calls the loop can omit. `has_forward_context`,
-    `converts_batch` and `scales_loss` become True automatically if a subclass overrides the methods that they describe.
+    The attributes describe the dtypes of the run, and which calls the loop can omit. `has_forward_context`
+    and `scales_loss` become True automatically if a subclass overrides the methods that they describe.
 
     Pass an instance to ``Fit(precision=...)``. Alternatively, register a callable without arguments that returns an
     instance in the entry-point group ``drivetrain.precision``, and pass the name of the entry point.
@@ -75,9 +70,6 @@ class Precision:
 
     has_forward_context: bool = False
     """Whether `forward_context` has an effect. If False, the loop does not call it."""
-
-    converts_batch: bool = False
-    """Whether `convert_batch` has an effect. If False, the loop does not call it."""
 
     scales_loss: bool = False
     """Whether `unscale` and `update` have an effect, and `backward` does more than ``loss.backward()``."""
@@ -195,15 +187,13 @@ class Precision:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a result of `state_dict`. The empty dict, which other precisions return, is accepted."""
 
-    def memory_advice(self) -> Sequence[MemoryAdvice]:
+    def memory_advice(self) -> Sequence[str]:
         """Return other precisions that would take less memory, for the note on an out-of-memory error."""
-        from drivetrain._runtime.memory_advice import MemoryAdvice  # imported only when memory runs out
-
         if self.compute_dtype.itemsize > 2:
-            return [MemoryAdvice("activations", "precision='bf16-mixed': activations of half the size")]
+            return ["precision='bf16-mixed': activations of half the size"]
         if self.compute_dtype in _TRUE_PRECISION_NAMES and self.param_dtype.itemsize > 2:
             other = _TRUE_PRECISION_NAMES[self.compute_dtype]
-            return [MemoryAdvice("state", f"precision={other!r}: no float32 parameters, but less exact updates")]
+            return [f"precision={other!r}: no float32 parameters, but less exact updates"]
         return []
 
     def describe(self) -> str:

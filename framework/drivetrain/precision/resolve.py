@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 
 from drivetrain._config.entry_points import EntryPointRegistry
-from drivetrain.errors import ConfigurationError
 from drivetrain.precision.mixed import MixedPrecision
 from drivetrain.precision.precision import FullPrecision, Precision
 from drivetrain.precision.single_dtype import DoublePrecision, HalfPrecision
@@ -66,16 +65,10 @@ def resolve_precision(setting: str | int | Precision, device: torch.device) -> P
         ConfigurationError: the name is unknown, its entry point does not return a Precision, or ``device`` does not
             support the precision.
     """
-    value: object = setting
-    if isinstance(value, Precision):
-        precision = value
-    elif isinstance(value, str | int) and not isinstance(value, bool):
-        name = canonical_name(value)
-        precision = _BUILDERS[name](device) if name in _BUILDERS else _REGISTRY.make(name)
+    if isinstance(setting, Precision):
+        precision = setting
     else:
-        raise ConfigurationError(
-            f"precision={setting!r} is a {type(setting).__name__}.",
-            fix="Give a name such as 'bf16-mixed', or an instance of drivetrain.Precision.",
-        )
+        name = canonical_name(setting)
+        precision = _BUILDERS[name](device) if name in _BUILDERS else _REGISTRY.make(name)
     precision.check_device(device)
     return precision

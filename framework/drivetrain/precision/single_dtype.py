@@ -52,15 +52,6 @@ class DoublePrecision(SingleDtypePrecision):
     def __init__(self) -> None:
         super().__init__("64-true", torch.float64)
 
-    def check_device(self, device: torch.device) -> None:
-        """Raise an error for mps, which has no float64."""
-        if device.type == "mps":
-            raise ConfigurationError(
-                f"precision='64-true' cannot run on {device}.",
-                "Apple's GPUs have no float64.",
-                "Use precision='32-true', or accelerator='cpu'.",
-            )
-
 
 class HalfPrecision(SingleDtypePrecision):
     """Keeps parameters, gradients and computation in half precision, without float32 master weights.

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from drivetrain._distributed.collectives import average_gradients as average_gradients
     from drivetrain._distributed.collectives import broadcast_together as broadcast_together
     from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
-    from drivetrain._distributed.control_plane import LocalControl as LocalControl
     from drivetrain._distributed.process_groups import set_timeout as set_timeout
     from drivetrain._distributed.shards import Box as Box
     from drivetrain._distributed.shards import ParameterShard as ParameterShard
@@ -31,12 +30,9 @@ if TYPE_CHECKING:
     from drivetrain._parameters.replaced_tensors import replace_tensors as replace_tensors
     from drivetrain._parameters.trainable import TrainableChange as TrainableChange
     from drivetrain._parameters.trainable import changed_within_window_error as changed_within_window_error
-    from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
     from drivetrain.strategies.distributed import DistributedStrategy as DistributedStrategy
-    from drivetrain.strategies.distributed import refuse_embedding_max_norm as refuse_embedding_max_norm
-    from drivetrain.strategies.registry import known_strategies as known_strategies
     from drivetrain.strategies.registry import strategy_by_name as strategy_by_name
     from drivetrain.strategies.strategy import RunSettings as RunSettings
     from drivetrain.strategies.strategy import StepRunner as StepRunner
@@ -51,14 +47,13 @@ _NAMES_BY_MODULE = {
     ),
     "drivetrain._parameters.replaced_tensors": ("add_gradient_hook", "copy_attributes_and_hooks", "replace_tensors"),
     "drivetrain._parameters.trainable": ("TrainableChange", "changed_within_window_error"),
-    ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy", "refuse_embedding_max_norm"),
-    ".registry": ("known_strategies", "strategy_by_name"),
+    ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy"),
+    ".registry": ("strategy_by_name",),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
     "drivetrain._distributed.collectives": ("average_gradients", "broadcast_together"),
-    "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl"),
+    "drivetrain._distributed.control_plane": ("ControlPlane",),
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),
-    "drivetrain._runtime.memory_advice": ("MemoryAdvice",),
     "drivetrain._parameters.loading_hooks": ("load_tensors",),
 }
 

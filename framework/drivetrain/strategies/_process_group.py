@@ -16,7 +16,7 @@ from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.process_groups import abort_nccl, drop_groups, set_timeout, uses_nccl
 from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.environments import Placement
-from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.errors import ConfigurationError
 
 _run_numbers = itertools.count()
 """Numbers the distributed runs of this process, so that no two runs share keys in the store."""
@@ -35,8 +35,8 @@ class ProcessGroup:
         self, backend: str | None, timeout: timedelta | float, step_timeout: timedelta | float | None = None
     ) -> None:
         self._backend = backend
-        self.timeout = parse_timeout("timeout", timeout)
-        self._step_timeout = None if step_timeout is None else parse_timeout("step_timeout", step_timeout)
+        self.timeout = _timedelta(timeout)
+        self._step_timeout = None if step_timeout is None else _timedelta(step_timeout)
         self._watchdog: Watchdog | None = None
         self._owned = False
         self._control_group: Any = None
@@ -52,7 +52,7 @@ class ProcessGroup:
         # group is destroyed, and the process could then abort at exit.
         importlib.import_module("torch._dynamo")
         if dist.is_initialized():
-            self._check_users_group(placement, device)
+            self._check_users_group(placement)
             store = dist.distributed_c10d._get_default_store()
         elif store is None:
             raise ConfigurationError(
@@ -115,7 +115,7 @@ class ProcessGroup:
                 dist.destroy_process_group()
         self._owned = False
 
-    def _check_users_group(self, placement: Placement, device: torch.device) -> None:
+    def _check_users_group(self, placement: Placement) -> None:
         world_size = dist.get_world_size()
         if world_size != placement.world_size:
             raise ConfigurationError(
@@ -130,27 +130,7 @@ class ProcessGroup:
                 "a process group that the user initialized is used unchanged.",
                 "leave process_group_backend out, or destroy the group before fit.",
             )
-        if device.type == "cuda" and backend == "gloo":
-            raise DistributedError(
-                f"The existing process group uses 'gloo', and the device is {device}.",
-                "gradients on CUDA need NCCL.",
-                "initialize the group with backend='cpu:gloo,cuda:nccl', or let Fit create the group.",
-            )
 
 
-def parse_timeout(name: str, value: Any) -> timedelta:
-    """Return a timeout that is given as a timedelta or in seconds.
-
-    Raises:
-        ConfigurationError: ``value`` is neither, or is not positive.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Larger numbers of seconds are refused too, because torch converts a timeout to nanoseconds of 64 bits.
-    timeout = timedelta(seconds=value) if is_number and 0 < value <= 9e9 else value
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ConfigurationError(
-            f"{name}={value!r} is not a timeout.",
-            "a timeout is a datetime.timedelta, or a positive number of seconds.",
-            f"use {name}=timedelta(minutes=10), or {name}=600.",
-        )
-    return timeout
+def _timedelta(timeout: timedelta | float) -> timedelta:
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)

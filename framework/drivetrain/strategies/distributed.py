@@ -64,7 +64,13 @@ class DistributedStrategy(Strategy):
     # Training: broadcast of weights and exchange of gradients
 
     def check(self, module: nn.Module) -> None:
-        refuse_embedding_max_norm(module, self.world_size)
+        for name, child in module.named_modules() if self.world_size > 1 else ():
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+                raise ConfigurationError(
+                    f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on several ranks.",
+                    "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
+                    "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
+                )
 
     def broadcast_module(self, module: nn.Module) -> None:
         self._replicated = tuple(module.parameters())
@@ -98,23 +104,12 @@ class DistributedStrategy(Strategy):
             self._replicate_created(module)
 
     def _replicate_created(self, module: nn.Module) -> None:
-        """Give layers that were created since the module was replicated rank 0's values. Collective if there are any.
-
-        Raises:
-            ConfigurationError: a layer was created on a device other than the run's.
-        """
+        """Give layers that were created since then rank 0's values. Collective if there are any."""
         known_ids = {id(parameter) for parameter in self._replicated}
-        created = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known_ids}
         self._replicated = tuple(module.parameters())
-        for name, parameter in created.items():
-            if parameter.device.type != self.device.type:
-                raise ConfigurationError(
-                    f"{name!r} was created during a run, on {parameter.device}.",
-                    f"this rank computes on {self.device}, and the strategy has already placed the module.",
-                    "build the layer with device=self.device.",
-                )
+        created = [parameter for parameter in self._replicated if id(parameter) not in known_ids]
         if created:
-            broadcast_together([*created.values(), *module.buffers()])
+            broadcast_together([*created, *module.buffers()])
 
     def restore_module(self) -> None:
         if self.module is not None and self.world_size > 1:
@@ -144,20 +139,3 @@ class DistributedStrategy(Strategy):
         self._replicated = ()
         self._group.close()
         self.control = LocalControl()
-
-
-def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
-    """Refuse ``nn.Embedding(max_norm=...)`` on several ranks.
-
-    Raises:
-        ConfigurationError: the module contains such an embedding, which the message names.
-    """
-    if world_size == 1:
-        return
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
-            raise ConfigurationError(
-                f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
-                "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
-                "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
-            )

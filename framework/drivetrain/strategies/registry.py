@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.strategies.strategy import Strategy
@@ -36,11 +36,6 @@ _REGISTRY = EntryPointRegistry[Strategy](
     meaning="the name selects how a run uses processes and devices",
     alternatives="a Strategy object, such as DDPStrategy(...)",
 )
-
-
-def known_strategies() -> dict[str, Any]:
-    """Return the entry points of all strategies by name, including the strategies of other packages."""
-    return dict(_REGISTRY.registered())
 
 
 def strategy_by_name(name: str) -> Strategy:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,9 +19,6 @@ from drivetrain._runtime.transfer import move_to
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
-
-if TYPE_CHECKING:
-    from drivetrain._runtime.memory_advice import MemoryAdvice
 
 StepRunner = Callable[..., Any]
 """``runner(step, *args)`` calls ``step(*args)`` in the way that the strategy requires, such as within DDP's forward."""
@@ -204,7 +201,7 @@ class Strategy(ABC):
     def restore_module(self) -> None:
         """Turn the module back into a plain module, with whole tensors and rank 0's buffers. Collective."""
 
-    def memory_advice(self, module: torch.nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: torch.nn.Module) -> Sequence[str]:
         """Return settings, or other strategies, that would need less memory on this rank, the cheapest first.
 
         The engine calls this method after an out-of-memory error and shows the advice in the error's note. An override
@@ -212,10 +209,14 @@ class Strategy(ABC):
 
         Args:
             module: the module in training, with the strategy's wrappers.
-        """
-        from drivetrain._runtime.memory_advice import MemoryAdvice  # needed only after an out-of-memory error
 
-        return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
+        Returns:
+            What to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
+        """
+        return [
+            "strategy='fsdp' on several devices: each rank holds a shard of the module",
+            "activation checkpointing (torch.utils.checkpoint around each block)",
+        ]
 
     def teardown(self) -> None:
         """Release what this strategy acquired.
@@ -402,15 +403,6 @@ class Strategy(ABC):
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
         """Return the regions of one optimizer's state tensors that have the parameter's shape, by parameter name."""
         return self.model_regions()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.foreign_names import (
-                strategy_attribute_error,  # needed only for an unknown attribute
-            )
-
-            raise AttributeError(strategy_attribute_error(type(self).__name__, name))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, listed
 
 _UNUSED_INDICES_PATTERN = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
@@ -44,14 +44,10 @@ def enable_static_graph(ddp: DistributedDataParallel) -> None:
     ddp._set_static_graph()  # type: ignore[no-untyped-call]
 
 
-def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP broadcasts rank 0's buffers before each forward."""
-    return bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
-
-
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:
     """Broadcast rank 0's buffers as a DDP forward does, for a step that runs no DDP forward."""
-    ddp._sync_buffers()  # type: ignore[no-untyped-call]
+    if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def release_process_group(ddp: DistributedDataParallel) -> None:
@@ -65,46 +61,32 @@ def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
     """Translate a known error of the reducer. Return if ``error`` is another error.
 
     Raises:
-        ConfigurationError: names the unused parameters, or how the graph changed.
+        ConfigurationError: names the unused parameters, or says that the graph changed.
     """
     text = str(error)
-    torch_message = f"torch says: {text.strip().splitlines()[0][:200]}" if text.strip() else ""
-    if "Expected to have finished reduction in the prior iteration" in text:
-        raise _unused_parameters_error(_parameter_names_in(text, ddp), bool(ddp.static_graph)) from error
-    if "Your training graph has changed" in text:
+    torch_says = f"torch says: {text.strip()[:200]}"
+    are_unused = "Expected to have finished reduction in the prior iteration" in text
+    if "Your training graph has changed" in text or (are_unused and ddp.static_graph):
         raise ConfigurationError(
             "The graph of training_step changed under static_graph=True.",
             "with a static graph, every step must use the same parameters, in the same order and equally often, since "
-            f"DDP plans its communication in the first step. {torch_message}",
+            f"DDP plans its communication in the first step. {torch_says}",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
+        ) from error
+    if are_unused:
+        raise ConfigurationError(
+            f"Trainable parameters got no gradient: {listed(_parameter_names_in(text, ddp))}.",
+            "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
+            "use DDPStrategy(static_graph=True) if the unused parameters are always the same, "
+            "DDPStrategy(find_unused_parameters=True) if they vary, or freeze them with requires_grad_(False).",
         ) from error
     if "mark a variable ready only once" in text:
         raise ConfigurationError(
             "A parameter's gradient became ready twice in one backward.",
             "DDP expects each gradient once per backward. Re-entrant activation checkpointing (use_reentrant=True), "
-            f"with find_unused_parameters=True or around a module used twice, delivers one twice. {torch_message}",
+            f"with find_unused_parameters=True or around a module used twice, delivers one twice. {torch_says}",
             "checkpoint with use_reentrant=False, or use static_graph=True without find_unused_parameters.",
         ) from error
-
-
-def _unused_parameters_error(names: list[str], static_graph: bool) -> ConfigurationError:
-    """Return the error for parameters without a gradient, by their names in the unwrapped module."""
-    summary = (
-        f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
-        f"{', ...' if len(names) > 20 else ''}."
-    )
-    if static_graph:
-        return ConfigurationError(
-            f"The graph of training_step changed under static_graph=True. {summary}",
-            "DDP waits in every step for all gradients of this rank's first step, so the ranks would hang.",
-            "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
-        )
-    return ConfigurationError(
-        summary,
-        "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
-        "use DDPStrategy(static_graph=True) if the unused parameters are always the same, "
-        "DDPStrategy(find_unused_parameters=True) if they vary, or freeze them with requires_grad_(False).",
-    )
 
 
 def _parameter_names_in(text: str, ddp: DistributedDataParallel) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.errors import ConfigurationError
@@ -17,16 +18,14 @@ from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
     DistributedStrategy,
-    MemoryAdvice,
     StepRunner,
     broadcast_together,
-    refuse_embedding_max_norm,
 )
-from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
+from drivetrain_strategies._module_checks import refuse_device_map
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.ddp import _reducer as reducer
 from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_user_state, register_comm_hook
-from drivetrain_strategies.single_device import OriginalDevice, sharding_advice
+from drivetrain_strategies.single_device import OriginalDevice
 
 
 class DDPStrategy(DistributedStrategy):
@@ -43,7 +42,6 @@ class DDPStrategy(DistributedStrategy):
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
-        sync_batchnorm: replace BatchNorm by SyncBatchNorm during the run, as ``Fit(sync_batchnorm=True)`` does.
 
     Raises:
         ConfigurationError: ``static_graph`` and ``find_unused_parameters`` are both set.
@@ -64,7 +62,6 @@ class DDPStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         step_timeout: timedelta | float | None = DEFAULT_STEP_TIMEOUT,
-        sync_batchnorm: bool = False,
     ) -> None:
         super().__init__(process_group_backend, timeout, step_timeout)
         if static_graph and find_unused_parameters:
@@ -76,15 +73,11 @@ class DDPStrategy(DistributedStrategy):
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
         self.comm_hook = comm_hook
-        self.sync_batchnorm = sync_batchnorm
-        self._options: dict[str, Any] = {"gradient_as_bucket_view": gradient_as_bucket_view}
-        if bucket_cap_mb is not None:
-            self._options["bucket_cap_mb"] = bucket_cap_mb
-        if broadcast_buffers is not None:
-            self._options["broadcast_buffers"] = broadcast_buffers
+        options = {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
+        self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        self._options["gradient_as_bucket_view"] = gradient_as_bucket_view
         self._undo = ExitStack()
         self._ddp: DistributedDataParallel | None = None
-        self._manual_optimization = False
         self._check_reduction: Callable[[], None] | None = None
         self._trainable: list[nn.Parameter] = []
 
@@ -95,10 +88,8 @@ class DDPStrategy(DistributedStrategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_meta(module)
-        refuse_embedding_max_norm(module, self.world_size)
-        manual = not getattr(module, "automatic_optimization", True)
-        if manual and self.static_graph:
+        super().check(module)
+        if self.static_graph and not self.settings.automatic_optimization:
             raise ConfigurationError(
                 "static_graph=True together with manual optimization.",
                 "in manual optimization, each backward may use other parameters, so the graph is not static.",
@@ -113,12 +104,6 @@ class DDPStrategy(DistributedStrategy):
                 f"use strategy='fsdp', DDPStrategy(comm_hook=...), or {type(self.precision).__name__}.reduce_dtype = "
                 f"{param_dtype}.",
             )
-        if self.sync_batchnorm and self.device.type == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm=True on the CPU.",
-                "torch's SyncBatchNorm needs an accelerator.",
-                "drop sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
-            )
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
@@ -127,12 +112,11 @@ class DDPStrategy(DistributedStrategy):
             self._undo.callback(SyncBatchNormSwap(module).undo)
         self.precision.convert_module(module)
         module.to(self.device)
-        self._manual_optimization = not getattr(module, "automatic_optimization", True)
         self._replicated = tuple(module.parameters())
         self._wrap(module, init_sync=True)
         if self._ddp is None:  # then no wrapper has broadcast the values
             broadcast_together([*module.parameters(), *module.buffers()])
-        if self._manual_optimization:
+        if not self.settings.automatic_optimization:
             return self._manual_runner()  # here, `backward` prepares DDP, not DDP's forward
         if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
             # There is nothing to exchange, so DDP's forward is skipped. After a None loss, which has no backward, it
@@ -166,7 +150,7 @@ class DDPStrategy(DistributedStrategy):
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             ddp = self._ddp  # read in every step, since a change of the trainable parameters replaces the wrapper
-            if ddp is not None and torch.is_grad_enabled() and reducer.broadcasts_buffers(ddp):
+            if ddp is not None and torch.is_grad_enabled():
                 reducer.broadcast_buffers(ddp)
             return step(*args)
 
@@ -183,7 +167,7 @@ class DDPStrategy(DistributedStrategy):
         self._unwrap()
         if not self._trainable:
             return  # DDP refuses a module without trainable parameters
-        finds_unused = self.find_unused_parameters or self._manual_optimization
+        finds_unused = self.find_unused_parameters or not self.settings.automatic_optimization
         ddp = self._ddp = DistributedDataParallel(
             StepModule(module), find_unused_parameters=finds_unused, init_sync=init_sync, **self._options
         )
@@ -215,7 +199,7 @@ class DDPStrategy(DistributedStrategy):
         if ddp is None:
             self.precision.backward(loss)
             return
-        if self._manual_optimization:
+        if not self.settings.automatic_optimization:
             reducer.expect_backward(ddp, loss)
         try:
             self.precision.backward(loss)
@@ -225,9 +209,6 @@ class DDPStrategy(DistributedStrategy):
         except RuntimeError as error:
             reducer.raise_explained(error, ddp)
             raise
-
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         self._undo.close()
@@ -240,28 +221,23 @@ class SyncBatchNormSwap:
     """Replaces every BatchNorm layer of ``module`` by SyncBatchNorm. Parameters and buffers stay the same objects."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        # A layer may be registered under several names, and torch replaces only the first registration.
-        before = dict(module.named_modules(remove_duplicate=False))
-        nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        successors = {
-            id(before[name]): child
-            for name, child in module.named_modules()
-            if isinstance(child, nn.SyncBatchNorm) and child is not before[name]
-        }
-        self._replaced = {name: child for name, child in before.items() if id(child) in successors}
-        for name, original in self._replaced.items():
-            self._assign(name, successors[id(original)])
+        self._replaced = [
+            (parent._modules, name, layer)
+            for parent in module.modules()
+            for name, layer in parent._modules.items()
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        ]
+        successors: dict[int, nn.Module] = {}  # a layer may be registered under several names
+        for layers, name, original in self._replaced:
+            if id(original) not in successors:
+                successors[id(original)] = nn.SyncBatchNorm.convert_sync_batchnorm(original)  # type: ignore[no-untyped-call]
+            layers[name] = successors[id(original)]
 
     def undo(self) -> None:
         """Put the original layers back, with the current parameters and buffers of the SyncBatchNorm layers."""
-        for name, original in self._replaced.items():
-            successor = self._module.get_submodule(name)
+        for layers, name, original in self._replaced:
+            successor: Any = layers[name]
             original._parameters.update(successor._parameters)
             original._buffers.update(successor._buffers)
             original.train(successor.training)
-            self._assign(name, original)
-
-    def _assign(self, name: str, layer: nn.Module) -> None:
-        parent, _, attribute = name.rpartition(".")
-        setattr(self._module.get_submodule(parent), attribute, layer)
+            layers[name] = original

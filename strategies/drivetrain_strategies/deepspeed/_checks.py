@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import RunSettings, TrainableChange, refuse_embedding_max_norm
+from drivetrain.strategies import RunSettings, TrainableChange
 from drivetrain_strategies._elementwise import is_elementwise
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
@@ -25,14 +25,13 @@ _REFUSAL_REASONS = {
 """Why ZeRO cannot step an optimizer, even if it was declared element-wise."""
 
 
-def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bool) -> None:
+def check_module(module: nn.Module, run: RunSettings, mixed: bool) -> None:
     """Refuse a module that DeepSpeed cannot train as torch would.
 
     Raises:
         ConfigurationError: names the submodule or the parameter.
     """
     refuse_device_map(module)
-    refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
     for name, parameter in module.named_parameters():
         if getattr(parameter, "ds_numel", parameter.numel()) == 0:

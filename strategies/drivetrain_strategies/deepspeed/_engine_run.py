@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.strategies import ControlPlane, broadcast_together, may_move, replace_tensors
 from drivetrain_strategies._deferred_init import DeferredModule
-from drivetrain_strategies._gathering import GatherOrder, check_gather_limit
+from drivetrain_strategies._gathering import GatherOrder
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
@@ -275,8 +275,7 @@ class DeepSpeedRun:
     @torch.no_grad()
     def restore(self) -> None:
         """Turn the module back into a plain module, with whole parameters in the master weights' dtypes. Collective."""
-        nbytes, warn = self.state().sharded_nbytes(), self._control.rank == 0
-        if self._stage == 3 and not check_gather_limit(nbytes, self._gather_limit, "DeepSpeedStrategy", warn):
+        if self._stage == 3 and self.state().sharded_nbytes() > self._gather_limit:
             return
         lost_update = self._frozen.lost_update()
         if lost_update is not None:  # an update after the last forward

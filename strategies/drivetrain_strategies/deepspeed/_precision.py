@@ -15,7 +15,6 @@ from drivetrain.precision import (
     MixedPrecision,
     Precision,
 )
-from drivetrain.strategies import MemoryAdvice
 
 _HALF_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -88,7 +87,7 @@ class DeepSpeedPrecision(Precision):
         ):
             self.on_minimum_scale(float(scaler.cur_scale))
 
-    def memory_advice(self) -> Sequence[MemoryAdvice]:
+    def memory_advice(self) -> Sequence[str]:
         """Return no advice for a mixed precision, since DeepSpeed supports none that needs less memory."""
         return [] if self.half_dtype is not None else super().memory_advice()
 

@@ -18,14 +18,13 @@ from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
     DistributedStrategy,
-    MemoryAdvice,
     Region,
     StepRunner,
 )
-from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
+from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._gathering import GATHER_LIMIT
-from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
+from drivetrain_strategies._module_checks import refuse_absent_classes
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,
     check_module,
@@ -60,7 +59,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         leaf_modules: classes of modules that stage 3 gathers and exchanges as a whole, such as blocks of experts.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
-            those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
+            those of attention, and "save_matmuls" also those of matrix products.
         find_unused_parameters: None refuses parameters that only some ranks use, or that become used or unused after
             the first accumulation window. True allows such parameters, and makes stage 2 exchange gradients after
             backward. False does not check.
@@ -90,7 +89,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         communication_data_type: str | None = None,
         leaf_modules: Sequence[type[nn.Module]] | None = None,
         activation_checkpointing: Sequence[type[nn.Module]] | None = None,
-        activation_policy: Policy = "full",
+        activation_policy: str = "full",
         find_unused_parameters: bool | None = None,
         gather_limit: int = GATHER_LIMIT,
         meta: bool = True,
@@ -158,10 +157,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         return explain_compilation_errors()
 
     def check(self, module: nn.Module) -> None:
-        check_module(module, self.settings, self.world_size, mixed=self._half_dtype is not None)
-        if self.stage < 3:
-            refuse_meta(module)
-        else:
+        super().check(module)
+        check_module(module, self.settings, mixed=self._half_dtype is not None)
+        if self.stage == 3:
             refuse_absent_classes(module, self.leaf_modules, "leaf_modules")
         self.resolved_config = resolve(self._config, self.settings, self.precision.name, self.world_size)
         check_operations(self.resolved_config, trains=self.settings.stage == "fit")
@@ -324,12 +322,12 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     # Advice after an out-of-memory error
 
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: nn.Module) -> Sequence[str]:
         if self.stage < 3:
             text = f"strategy='deepspeed_stage_{self.stage + 1}': shards more of the training state over the ranks"
         else:
             text = "strategy='deepspeed_stage_3_offload': parameters and optimizer state are kept in host memory"
-        advice = [MemoryAdvice("state", text)]
+        advice = [text]
         if not self.activation_checkpointing:
             advice.append(checkpointing_advice(type(self)))
         return advice

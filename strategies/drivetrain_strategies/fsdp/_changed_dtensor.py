@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, _random
 
 from drivetrain_strategies.fsdp._internals import FULL_TENSOR, Sharded
-from drivetrain_strategies.fsdp._state import in_layout_of
+from drivetrain_strategies.fsdp._state import write_value
 
 SET_DATA = cast(Any, torch.Tensor.data).__set__
 
@@ -77,18 +77,9 @@ class ShardDraws:
             yield
 
 
-@torch.no_grad()
-def assign_data(shard: Any, value: Any) -> None:
-    """Write ``value``, which is whole or a DTensor, into ``shard``."""
-    part = cast(DTensor, value if isinstance(value, DTensor) else in_layout_of(value, shard))
-    if part.placements != shard.placements:
-        part = part.redistribute(placements=shard.placements)
-    shard.to_local().copy_(part.to_local())
-
-
 def _assign(tensor: Any, value: torch.Tensor) -> None:
     if value.shape == tensor.shape and value.dtype == tensor.dtype and value.device.type == tensor.device.type:
-        assign_data(tensor, value)
+        write_value(tensor, value)
     else:
         SET_DATA(tensor, value)
 

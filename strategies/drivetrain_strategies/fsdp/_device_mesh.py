@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -29,41 +30,24 @@ def mesh_sizes(
         ConfigurationError: the product of the sizes is not the world size.
     """
     world = placement.world_size
-    if world % tensor_parallel:
-        raise ConfigurationError(
-            f"tensor_parallel={tensor_parallel} on {world} ranks.",
-            "the ranks are divided into tensor-parallel groups of that size.",
-            f"use a divisor of {world}.",
-        )
     data = world // tensor_parallel
-    tensor = {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
-    for label, size in (("shard_size", shard_size), ("replicate_size", replicate_size)):
-        if size is not None and size > data:
-            raise ConfigurationError(
-                f"{label}={size}, but there are only {data} ranks to shard over.",
-                "each rank holds one shard of one copy.",
-                f"use at most {data}, or start more processes.",
-            )
-    if sharding != "hybrid":
-        if shard_size not in (None, data):
-            raise ConfigurationError(
-                f"shard_size={shard_size} with sharding={sharding!r} on {data} ranks.",
-                f"{sharding!r} shards one copy over all ranks.",
-                "use sharding='hybrid', or leave shard_size out.",
-            )
-        return {"data": data, **tensor}
-    if shard_size is None and replicate_size is None:
+    sizes = {"data": shard_size or data}
+    if sharding == "hybrid":
         local = placement.local_world_size // tensor_parallel
-        shard_size = local if local and data % local == 0 else data
-    shard = shard_size if shard_size is not None else data // (replicate_size or 1)
-    replicate = replicate_size if replicate_size is not None else data // shard
-    if replicate * shard != data:
+        if shard_size is None and replicate_size is None and local and data % local == 0:
+            shard_size = local
+        shard = shard_size or data // (replicate_size or 1)
+        sizes = {"replicate": replicate_size or data // shard, "shard": shard}
+    if tensor_parallel > 1:
+        sizes["tensor"] = tensor_parallel
+    if prod(sizes.values()) != world:
+        product = " x ".join(f"{size} ({name})" for name, size in sizes.items())
         raise ConfigurationError(
-            f"replicate_size={replicate} x shard_size={shard} = {replicate * shard}, but there are {data} ranks.",
-            "each rank holds one shard of one copy.",
-            f"choose two numbers whose product is {data}, or leave one of them out.",
+            f"FSDPStrategy(sharding={sharding!r}) cannot arrange {world} ranks as {product}.",
+            "each rank holds one shard of one copy, and 'hybrid' alone keeps several copies.",
+            f"choose sizes whose product is {world}, or leave them out.",
         )
-    return {"replicate": replicate, "shard": shard, **tensor}
+    return sizes
 
 
 class Mesh:

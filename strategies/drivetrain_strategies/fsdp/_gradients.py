@@ -112,7 +112,7 @@ class Gradients:
         first forward are recomputed. The next window determines the unused parameters again. Does not communicate.
 
         Raises:
-            ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
+            ConfigurationError: a layer was created.
         """
         sharded_ids = {id(fsdp_param.sharded_param) for fsdp_param in self._sharded.parameters}
         known_ids = {id(parameter) for parameter in self._replicated} | sharded_ids
@@ -124,15 +124,7 @@ class Gradients:
                 "every rank would train its own copy.",
                 "build the layer in configure_model and freeze it until it is needed, or use strategy='ddp'.",
             )
-        try:
-            self._sharded.trainable_changed()
-        except AssertionError as error:
-            raise ConfigurationError(
-                "Within a run, the trainable parameters changed, and an FSDP unit now has trainable parameters of "
-                "several dtypes.",
-                f"the gradients of a unit are reduced together. torch says: {error}",
-                "keep layers of another dtype frozen, or convert the model to one dtype before the run.",
-            ) from error
+        self._sharded.trainable_changed()
         self._counts_unused = self._find_unused
         self._warned = False
         if self._unsplit is not None:
@@ -161,7 +153,7 @@ class Gradients:
         self._clear_unused()
         if self._replicated:
             average_gradients(self._replicated, self._group)
-        if self._unsplit is not None and self._unsplit.pending:
+        if self._unsplit is not None:
             self._unsplit.compare()
 
     def _clear_unused(self) -> None:
@@ -182,11 +174,8 @@ class Gradients:
         elif unused and not self._warned:
             self._warned = True
             logger.warning(
-                "%d parameter(s) got no gradient on this rank, although all parameters did in the first step: %s. "
-                "These gradients count as zero, even if no rank uses the parameters. With "
-                "FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get no gradient. "
-                "This warning is shown once.",
-                len(unused),
+                "Parameters that all got a gradient in the first step got none on this rank: %s. Their gradients count "
+                "as zero. With FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get none.",
                 listed([parameter.plain_name for parameter in unused]),
             )
 

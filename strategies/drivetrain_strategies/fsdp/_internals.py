@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -33,20 +32,15 @@ from drivetrain.strategies import add_gradient_hook, copy_attributes_and_hooks
 from drivetrain_strategies._module_checks import refuse_accumulate_hook
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
-REQUIRED_METHODS = (
-    (FSDPModule, "_get_fsdp_state"),
-    (FSDPState, "_lazy_init"),
+OVERRIDDEN_METHODS = (
     (FSDPParamGroup, "post_backward"),
     (FSDPParamGroup, "post_forward"),
     (FSDPParamGroup, "_to_sharded"),
     (FSDPParamGroup, "_to_unsharded"),
-    (FSDPParamGroup, "_init_mp_dtypes"),
-    (FSDPParam, "_setattr_on_modules"),
     (FSDPParam, "init_unsharded_param"),
     (FSDPParam, "reset_sharded_param"),
-    (DeviceMesh, "_get_root_mesh"),
 )
-"""The methods of torch that this module requires, each as a class and the method's name."""
+"""The methods of torch that this module overrides. If torch did not call one of them, numbers would be wrong."""
 
 FULL_TENSOR = DTensor.full_tensor
 """torch's method, which `ChangedDTensor` replaces within a run."""
@@ -180,18 +174,11 @@ class Sharded:
                 parameter.position = len(self.parameters)
                 self.parameters.append(parameter)
 
-    def free_casts(self, device_type: str, dtype: torch.dtype, uncached: tuple[type[nn.Module], ...]) -> None:
-        """Free autocast's casts of weights together with the gathered weights; see `WeightCasts`.
-
-        Args:
-            device_type: type of the device that the run computes on.
-            dtype: autocast's dtype.
-            uncached: classes of modules in which autocast caches no casts.
-        """
+    def free_casts(self, device_type: str, dtype: torch.dtype) -> None:
+        """Free autocast's casts of weights, in ``dtype``, together with the gathered weights; see `WeightCasts`."""
         for group in self._groups:
-            if not any(isinstance(module, uncached) for module in group.modules):
-                group.__class__ = _CastingGroup
-                group.casts = WeightCasts(group.fsdp_params, device_type, dtype)
+            group.__class__ = _CastingGroup
+            group.casts = WeightCasts(group.fsdp_params, device_type, dtype)
 
     @torch.no_grad()
     def give_storage(self, device: torch.device) -> None:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import ControlPlane, copy_attributes_and_hooks
 from drivetrain_strategies._deferred_init import DeferredModule
-from drivetrain_strategies.fsdp._state import in_layout_of, state_in_layout_of
+from drivetrain_strategies.fsdp._state import state_in_layout_of, write_value
 
 
 class OriginalParameters:
@@ -53,15 +52,7 @@ class OriginalParameters:
                 replicated[name] = nn.Parameter(empty, requires_grad=original.parameter.requires_grad)
                 original.register(replicated[name])
 
-        def assign(name: str, value: torch.Tensor) -> None:
-            current: Any = by_name[name].current
-            part: Any = in_layout_of(value.to(current.dtype), current)
-            if isinstance(current, DTensor):
-                current.to_local().copy_(part.to_local())
-            else:
-                current.data.copy_(part)
-
-        deferred.materialize(assign, device, control)
+        deferred.materialize(lambda name, value: write_value(by_name[name].current, value), device, control)
 
     def hand_over(self) -> None:
         """Give the shards the attributes and gradient hooks of the original parameters."""
@@ -71,24 +62,8 @@ class OriginalParameters:
                 copy_attributes_and_hooks(original.parameter, original.current)
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the original parameters in ``optimizers`` by shards, and shard the optimizers' state.
-
-        Raises:
-            ConfigurationError: an optimizer holds shards that do not belong to the module.
-        """
-        known_ids = {*self.by_id, *map(id, self.shards.values())}
-        for optimizer in optimizers:
-            if _replace(optimizer, self.shards):
-                self._optimizers.append(optimizer)
-            for parameter in (member for group in optimizer.param_groups for member in group["params"]):
-                if isinstance(parameter, DTensor) and id(parameter) not in known_ids:
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that does not "
-                        "belong to the module.",
-                        "parameters are sharded again in every run, and shards of an earlier run are no longer used.",
-                        "build a new optimizer in every call of configure_optimizers, or build it once in the module's "
-                        "__init__.",
-                    )
+        """Replace the original parameters in ``optimizers`` by shards, and shard the optimizers' state."""
+        self._optimizers += [optimizer for optimizer in optimizers if _replace(optimizer, self.shards)]
 
     # After the run
 

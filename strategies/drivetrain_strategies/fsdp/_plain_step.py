@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,8 @@ from drivetrain.errors import ConfigurationError
 from drivetrain_strategies.fsdp._state import in_layout_of, map_tensors
 
 logger = logging.getLogger("drivetrain")
+
+_MISSING = object()
 
 
 class _PlainParameter(torch.Tensor):
@@ -47,7 +48,6 @@ class PlainStep:
         self.optimizer.__dict__["step"] = self.step
         self.whole = whole
         self._entered: list[_StandIn] = []
-        self._kept_gradients: dict[int, tuple[Any, Any]] = {}
 
     def undo(self) -> None:
         """Restore the optimizer's original ``step``."""
@@ -58,9 +58,7 @@ class PlainStep:
     def announce(self) -> None:
         """Log how an optimizer that is not known to be element-wise steps."""
         logger.info(
-            "%s may not be element-wise: each step gathers its parameters, gradients and state on every rank. If its "
-            "update of an element depends on that element alone, return {'optimizer': optimizer, 'elementwise': True} "
-            "from configure_optimizers, which saves this memory and time.",
+            "%s may not be element-wise, so each of its steps gathers parameters, gradients and state on every rank.",
             type(self.optimizer).__name__,
         )
 
@@ -72,13 +70,11 @@ class PlainStep:
         """
         nbytes = sum(one.numel() * one.element_size() for one in _sharded(self.optimizer.param_groups) if self.whole)
         if nbytes > limit:
-            kind = type(self.optimizer).__name__
             raise ConfigurationError(
-                f"{kind} holds {nbytes:,} bytes of sharded parameters, which is more than gather_limit={limit:,}.",
-                f"{kind} may not be element-wise, so each of its steps gathers parameters, gradients and optimizer "
-                "state on every rank.",
-                "if its update of an element depends on that element alone, return {'optimizer': optimizer, "
-                "'elementwise': True} from configure_optimizers; otherwise raise FSDPStrategy(gather_limit=...).",
+                f"{type(self.optimizer).__name__} holds {nbytes:,} bytes of sharded parameters, more than "
+                f"gather_limit={limit:,}.",
+                "it may not be element-wise, so each step gathers its parameters, gradients and state on every rank.",
+                "return {'optimizer': o, 'elementwise': True} if it is, or raise FSDPStrategy(gather_limit=...).",
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -99,7 +95,7 @@ class PlainStep:
     def _enter(self) -> None:
         """Make the optimizer's parameters, gradients and state plain. Collective."""
         state = self.optimizer.state
-        entered = [_StandIn(shard, self.whole, self._kept_gradients) for shard in _sharded(self.optimizer.param_groups)]
+        entered = [_StandIn(shard, self.whole) for shard in _sharded(self.optimizer.param_groups)]
         for stand_in in entered:
             _map_state(state, stand_in.shard, stand_in.plain_of)
         self._entered = entered
@@ -110,13 +106,11 @@ class PlainStep:
     def _leave(self) -> None:
         """Undo `_enter`, if it was not undone yet, and write the values into the shards."""
         entered, self._entered = self._entered, []
-        self._kept_gradients = {}
         for stand_in in entered:
             stand_in.swap()
         for stand_in in entered:
             stand_in.write()
             _map_state(self.optimizer.state, stand_in.shard, stand_in.sharded)
-            stand_in.note_gradient(self._kept_gradients)
 
 
 class _StandIn:
@@ -125,20 +119,15 @@ class _StandIn:
     Args:
         shard: the sharded parameter.
         whole: whether the plain tensor is the whole parameter; otherwise it is this rank's shard.
-        kept_gradients: weak references to a sharded gradient and its plain counterpart in the step before, by the
-            parameter's id. If both still exist, the plain one gets the new values: the optimizer keeps a gradient that
-            was cleared in place.
     """
 
-    def __init__(self, shard: Any, whole: bool, kept_gradients: dict[int, tuple[Any, Any]]) -> None:
+    def __init__(self, shard: Any, whole: bool) -> None:
         self.shard: Any = shard
         self._whole = whole
         self._plain: Any = self.plain_of(shard.detach()).as_subclass(_PlainParameter)
         self._plain.requires_grad_(shard.requires_grad)
         if shard.grad is not None:
-            gradient = self.plain_of(shard.grad)
-            kept_shard, kept = (reference() for reference in kept_gradients.get(id(shard), (_nothing, _nothing)))
-            self._plain.grad = gradient if kept is None or kept_shard is not shard.grad else kept.copy_(gradient)
+            self._plain.grad = self.plain_of(shard.grad)
 
     def plain_of(self, value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, DTensor):
@@ -186,10 +175,6 @@ class _StandIn:
     def _part_of(self, value: torch.Tensor) -> torch.Tensor:
         return in_layout_of(value, self.shard).to_local() if self._whole else value  # type: ignore[attr-defined]
 
-    def note_gradient(self, kept_gradients: dict[int, tuple[Any, Any]]) -> None:
-        if self.shard.grad is not None:
-            kept_gradients[id(self.shard)] = weakref.ref(self.shard.grad), weakref.ref(self._plain.grad)
-
 
 def mixes_meshes(optimizer: Optimizer) -> bool:
     """Return whether the optimizer would put parameters of several meshes into one list, which torch refuses."""
@@ -221,16 +206,12 @@ def _copy_local(target: Any, source: torch.Tensor) -> None:
 
 
 def _take_slot(tensor: Any, name: str) -> Any:
-    value = getattr(tensor, name, _nothing)
-    if value is not _nothing:
+    value = getattr(tensor, name, _MISSING)
+    if value is not _MISSING:
         delattr(tensor, name)
     return value
 
 
 def _put_slot(tensor: Any, name: str, value: Any) -> None:
-    if value is not _nothing:
+    if value is not _MISSING:
         setattr(tensor, name, value)
-
-
-def _nothing() -> None:
-    return None

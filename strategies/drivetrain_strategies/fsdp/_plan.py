@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -45,18 +44,10 @@ class Unit:
     parameters: list[nn.Parameter] = field(default_factory=list)
 
     @property
-    def numel(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
-
-    def size(self, shards: int) -> str:
-        """Return the unit's size as text. For a layer split by tensor parallelism, only this rank's part is sharded."""
-        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in self.parameters)
-        per_rank = sum(tensor.numel() * tensor.element_size() for tensor in local) / shards
-        return f"{self.numel:,} parameters of {self.nbytes / 2**20:,.3f} MiB, {per_rank / 2**20:,.3f} MiB per rank"
+    def size(self) -> str:
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+        return f"{numel:,} parameters of {nbytes / 2**20:,.3f} MiB"
 
 
 @dataclass(slots=True)
@@ -81,15 +72,14 @@ class Plan:
 
     def table(self, shards: int) -> str:
         """Return the plan as text, with one line for all units of the same class and size."""
-        numel = sum(unit.numel for unit in self.units)
+        numel = sum(parameter.numel() for unit in self.units for parameter in unit.parameters)
         lines = [f"FSDP shards {numel:,} parameters over {shards} ranks (units: {self.reason})"]
-        groups: dict[tuple[str, int, int], list[Unit]] = {}
+        groups: dict[tuple[str, str], list[Unit]] = {}
         for unit in self.units[:-1]:
-            groups.setdefault((type(unit.module).__name__, unit.numel, unit.nbytes), []).append(unit)
-        for (kind, _, _), units in groups.items():
-            names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
-            lines.append(f"  {len(units)} x {kind} ({names}), each {units[0].size(shards)}")
-        lines.append(f"  the rest: {self.root.size(shards)}")
+            groups.setdefault((type(unit.module).__name__, unit.size), []).append(unit)
+        for (kind, size), units in groups.items():
+            lines.append(f"  {len(units)} x {kind} ({units[0].name} ... {units[-1].name}), each {size}")
+        lines.append(f"  the rest: {self.root.size}")
         if self.replicated:
             lines.append(f"  on every rank: {listed(list(self.replicated))}")
         return "\n".join(lines)
@@ -137,52 +127,43 @@ class Plan:
 
     def set_prefetch(self, forward: int, backward: int) -> None:
         """Set how many following units each unit prefetches, in module order. 0 keeps torch's default."""
-        inner_ids = {id(unit.module) for unit in self.units[:-1]}
-        modules = [cast(FSDPModule, child) for child in self.root.module.modules() if id(child) in inner_ids]
-        for depth, ordered, method in (
-            (forward, modules, FSDPModule.set_modules_to_forward_prefetch),
-            (backward, modules[::-1], FSDPModule.set_modules_to_backward_prefetch),
-        ):
-            for position, module in enumerate(ordered):
-                modules_ahead = ordered[position + 1 : position + 1 + depth]
-                if modules_ahead:
-                    method(module, modules_ahead)
+        modules: list[FSDPModule] = [one for one in self.root.module.modules() if isinstance(one, FSDPModule)]
+        for position, module in enumerate(modules):
+            if following := modules[position + 1 : position + 1 + forward]:
+                module.set_modules_to_forward_prefetch(following)
+            if preceding := modules[max(position - backward, 0) : position]:
+                module.set_modules_to_backward_prefetch(preceding[::-1])
 
 
-def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Module]]) -> Plan:
+def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str]) -> Plan:
     """Choose the units of ``module`` and assign the module's parameters to them.
 
     Args:
         module: the bare module.
         wrap: how to choose the units; see `Wrap`.
-        ignored: names of parameters, with ``*`` as a wildcard, and classes of modules to replicate on every rank.
+        ignored: names of parameters to replicate on every rank, with ``*`` as a wildcard.
 
     Raises:
         ConfigurationError: a class or a parameter name does not occur in ``module``, or a unit cannot be sharded.
     """
     replicated = _replicated_parameters(module, ignored)
     chosen, reason = _choose_units(module, wrap)
-    replicated_ids = {id(parameter) for parameter in replicated.values()}
-    owners: dict[int, set[str]] = {}
-    names: dict[int, tuple[str, nn.Parameter]] = {}
-    for path, owner, parameter in _registrations(module, chosen):
-        if id(parameter) not in replicated_ids:
-            owners.setdefault(id(parameter), set()).add(owner)
-            names.setdefault(id(parameter), (path, parameter))
     units = {name: Unit(name, child) for name, child in chosen.items()}
     root = Unit("", module)
     ties = []
-    for key, owning_units in owners.items():
-        path, parameter = names[key]
-        if len(owning_units) > 1:
+    whole = set(replicated.values())
+    for parameter, owners in _owners(module, chosen).items():
+        if parameter in whole:
+            continue
+        if len(owners) > 1:
             ties.append(parameter)
             root.parameters.append(parameter)
         else:
-            units.get(next(iter(owning_units)), root).parameters.append(parameter)
+            units.get(owners.pop(), root).parameters.append(parameter)
     # Inner units come before outer units. A unit that owns no parameters is dropped, since it has nothing to shard.
     inner_units = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
     for unit in (*inner_units, root):
-        _refuse_mixed_dtypes(unit, names)
+        _refuse_mixed_dtypes(unit)
     return Plan([*inner_units, root], ties, replicated, reason)
 
 
@@ -195,22 +176,9 @@ def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], 
         return _repeated_blocks(module)
     if callable(wrap):
         chosen = {name: child for name, child in named.items() if wrap(name, child)}
-        for name, child in chosen.items():
-            if isinstance(child, nn.ModuleList | nn.ModuleDict):
-                raise ConfigurationError(
-                    f"wrap chose {name!r}, a {type(child).__name__}.",
-                    "parameters are gathered before a unit's forward, and this container has no forward.",
-                    "choose the modules in the container, or the module that owns the container.",
-                )
         return chosen, "chosen by wrap"
     classes: tuple[type[nn.Module], ...] = tuple(wrap)
-    for wanted in classes:
-        if not issubclass(wanted, nn.Module):
-            raise ConfigurationError(
-                f"wrap={wanted!r}.", "wrap must list module classes.", "use wrap=[Block], a callable, or None."
-            )
-    fix = "name one of these, or leave wrap out to use the repeated blocks."
-    refuse_absent_classes(module, classes, "wrap", includes_module=False, fix=fix)
+    refuse_absent_classes(module, classes, "wrap")
     return {name: child for name, child in named.items() if isinstance(child, classes)}, "classes in wrap"
 
 
@@ -253,18 +221,20 @@ def _inside(name: str, unit: str) -> bool:
 # Assigning parameters to units
 
 
-def _registrations(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield name, innermost enclosing unit and parameter for each registration of a parameter in a module."""
+def _owners(module: nn.Module, units: dict[str, nn.Module]) -> dict[nn.Parameter, set[str]]:
+    """Return for each parameter the innermost units around the modules that register it. The root is called ""."""
     unit_names = {id(child): name for name, child in units.items()}
-    owners = {"": ""}
+    units_around = {"": ""}
+    owners: dict[nn.Parameter, set[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
-        owner = owners[name] = unit_names.get(id(child), owners[name.rpartition(".")[0]])
-        for key, parameter in child._parameters.items():
+        unit = units_around[name] = unit_names.get(id(child), units_around[name.rpartition(".")[0]])
+        for parameter in child._parameters.values():
             if parameter is not None:
-                yield f"{name}.{key}" if name else key, owner, parameter
+                owners.setdefault(parameter, set()).add(unit)
+    return owners
 
 
-def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
+def _replicated_parameters(module: nn.Module, ignored: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return the parameters to replicate, by name: ignored ones, and those that `fully_shard` cannot shard.
 
     It cannot shard scalars, parameters without elements, and parameters that are not contiguous (channels last).
@@ -277,37 +247,22 @@ def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Mo
         or (not isinstance(parameter, DTensor) and (parameter.numel() == 0 or not parameter.is_contiguous()))
     }
     for pattern in ignored:
-        if isinstance(pattern, str):
-            matches = {name: value for name, value in parameters.items() if fnmatchcase(name, pattern)}
-        else:
-            parameters_in_class = {
-                id(parameter)
-                for child in module.modules()
-                if isinstance(child, pattern)
-                for parameter in child.parameters()
-            }
-            matches = {name: value for name, value in parameters.items() if id(value) in parameters_in_class}
+        matches = {name: value for name, value in parameters.items() if fnmatchcase(name, pattern)}
         if not matches:
-            label = pattern if isinstance(pattern, str) else pattern.__name__
-            known = parameters if isinstance(pattern, str) else {type(child).__name__ for child in module.modules()}
             raise ConfigurationError(
-                f"ignored={label!r} matches no parameter of {type(module).__name__}.{nearest(label, known)}",
-                "ignored is a list of parameter names, with '*' as a wildcard, and module classes.",
-                f"use one of {', '.join(list(known)[:10])}.",
+                f"ignored={pattern!r} matches no parameter of {type(module).__name__}.{nearest(pattern, parameters)}",
+                "ignored is a list of parameter names, with '*' as a wildcard.",
+                f"use names such as {', '.join(list(parameters)[:10])}.",
             )
         replicated |= matches
     return replicated
 
 
-def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]]) -> None:
-    dtypes: dict[torch.dtype, str] = {}
-    for parameter in unit.parameters:
-        if parameter.requires_grad:
-            dtypes.setdefault(parameter.dtype, names[id(parameter)][0])
+def _refuse_mixed_dtypes(unit: Unit) -> None:
+    dtypes = {str(parameter.dtype) for parameter in unit.parameters if parameter.requires_grad}
     if len(dtypes) > 1:
-        examples = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
-            f"Unit {unit.name or 'root'!r} has trainable parameters of {len(dtypes)} dtypes: {examples}.",
+            f"Unit {unit.name or 'root'!r} has trainable parameters of several dtypes: {', '.join(sorted(dtypes))}.",
             "the gradients of a unit are reduced together, in one dtype.",
             "convert them to one dtype, freeze some of them, or choose units with wrap.",
         )

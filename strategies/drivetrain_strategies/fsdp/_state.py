@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from drivetrain.strategies import Box, ParameterShard, Region, load_tensors
+from drivetrain.strategies import Box, ParameterShard, Region
 from drivetrain_strategies.fsdp._internals import local_region
 
 
@@ -99,22 +99,14 @@ def in_layout_of(value: torch.Tensor | ParameterShard, target: torch.Tensor) -> 
 
 
 @torch.no_grad()
-def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load parameters and buffers by name into a sharded module.
+def write_value(target: torch.Tensor, value: torch.Tensor | ParameterShard) -> None:
+    """Write ``value`` into ``target``. Either may be whole or sharded; see `in_layout_of` for what communicates."""
+    part = in_layout_of(value, target)
+    _local(target).copy_(_local(part))
 
-    Raises:
-        CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
-    """
 
-    def assign(target: torch.Tensor, saved: Any) -> None:
-        value = in_layout_of(saved, target)
-        if isinstance(target, DTensor):
-            assert isinstance(value, DTensor)
-            target.to_local().copy_(value.to_local())
-        else:
-            target.copy_(value.detach())
-
-    load_tensors(module, state, strict, assign)
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

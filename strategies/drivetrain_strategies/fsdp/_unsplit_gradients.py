@@ -23,7 +23,7 @@ Kernels may round differently on each rank, and the gradient of attention's key 
 """
 
 WINDOWS = 9
-"""How often a gradient of zeros is compared again until it is given up: in the first window and in eight others."""
+"""How many windows are looked at before gradients that show nothing, such as zeros, are given up."""
 
 
 class UnsplitGradients:
@@ -38,27 +38,18 @@ class UnsplitGradients:
         parameters: the module's parameters, by name, in the same order on every rank.
         group: the process group of the ranks that read the same data.
         control: the control plane.
-
-    Attributes:
-        pending: whether parameters are left to compare.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Any, control: ControlPlane) -> None:
-        self._parameters = {name: parameter for name, parameter in parameters.items() if not _is_split(parameter)}
+        self._pending = {name: parameter for name, parameter in parameters.items() if not _is_split(parameter)}
         self._group = group
         self._control = control
-        self._compared: set[str] = set()
         self._largest = 0.0  # squared norm of the largest gradient that was seen
         self.restart()
 
     def restart(self) -> None:
-        """Compare the trainable parameters that were not compared yet, in the next windows."""
-        self._windows_left = {
-            name: WINDOWS
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad and name not in self._compared
-        }
-        self.pending = bool(self._windows_left)
+        """Look again for parameters that were not compared yet, such as those that train since now."""
+        self._windows_left = WINDOWS
 
     @torch.no_grad()
     def compare(self) -> None:
@@ -67,29 +58,24 @@ class UnsplitGradients:
         Raises:
             ConfigurationError: names the parameters whose gradients differ, on every rank.
         """
-        names = [name for name in self._windows_left if self._parameters[name].requires_grad]
-        if not names:
+        compared = {name: parameter for name, parameter in self._pending.items() if parameter.requires_grad}
+        if not compared or self._windows_left == 0:
             return
-        squares = torch.stack([self._squares(self._parameters[name]).cpu() for name in names])  # some may be offloaded
+        squares = torch.stack([self._squares(parameter).cpu() for parameter in compared.values()])  # of offloaded ones
         # The shards of one parameter are on different ranks, so the squares are summed over all of them.
         totals = self._control.all_reduce_async(squares.reshape(-1))().reshape(-1, 2)
-        self._largest = max(self._largest, totals[:, 1].nan_to_num(posinf=0.0).max().item())
-        rounding = self._largest * ROUNDING**2
+        if not totals.isfinite().all():
+            return
+        self._windows_left -= 1
+        self._largest = max(self._largest, totals[:, 1].max().item())
         differing: dict[str, float] = {}
-        for name, (difference, size) in zip(names, totals.tolist(), strict=True):
-            if not size < float("inf"):
+        for (name, parameter), (difference, size) in zip(compared.items(), totals.tolist(), strict=True):
+            differs = difference > max(TOLERANCE, torch.finfo(parameter.dtype).eps) ** 2 * size
+            if size == 0 or (differs and difference <= self._largest * ROUNDING**2):
                 continue
-            self._windows_left[name] -= 1
-            tolerance = max(TOLERANCE, torch.finfo(self._parameters[name].dtype).eps)
-            differs = difference > tolerance**2 * size
-            shows = size > 0 and (not differs or difference > rounding)
-            if shows:
-                self._compared.add(name)
-                if differs:
-                    differing[name] = (difference / size) ** 0.5
-            if shows or self._windows_left[name] == 0:
-                del self._windows_left[name]
-        self.pending = bool(self._windows_left)
+            del self._pending[name]
+            if differs:
+                differing[name] = (difference / size) ** 0.5
         if differing:
             raise _differing_error(differing, dist.get_world_size(self._group))
 
@@ -119,11 +105,8 @@ def _differing_error(differing: Mapping[str, float], ranks: int) -> Configuratio
     return ConfigurationError(
         f"tensor_parallel={ranks}, but the gradients of {listed(list(differing))} differ between the ranks that share "
         f"the split layers, by up to {max(differing.values()):.2g} of their size.",
-        "these weights are not split, so every rank must compute the same gradient. If a weight acts on this rank's "
-        "heads only, as a norm of queries and keys does, each rank has only its part of the gradient. The ranks would "
-        "train different copies, and checkpoints would contain rank 0's copy.",
-        "in the plan for parallelize_module, give such a norm SequenceParallel(sequence_dim=2, use_local_output=True), "
-        "where 2 is the dimension of the heads in its input: its gradient is then summed. For other modules and for "
-        "single weights, see 'Tensor parallelism' in docs/strategies.md. If weights are named that do not act on split "
-        "heads, the ranks of a group read different data: split an iterable data set by strategy.data_rank.",
+        "these weights are not split, so every rank must compute the same gradient. A weight that acts on this rank's "
+        "heads only, as a norm of queries and keys does, gets only a part of it, and the copies would drift apart.",
+        "in the plan for parallelize_module, give such a norm SequenceParallel(sequence_dim=2, use_local_output=True); "
+        "see 'Tensor parallelism' in docs/strategies.md. The ranks of a group have to read the same data.",
     )

@@ -23,10 +23,10 @@ from drivetrain_strategies._user_calls import (
     tensors_in,
     writes_in_place,
 )
-from drivetrain_strategies.fsdp._changed_dtensor import SET_DATA, assign_data
+from drivetrain_strategies.fsdp._changed_dtensor import SET_DATA
 from drivetrain_strategies.fsdp._gradients import gathered_update_error
 from drivetrain_strategies.fsdp._internals import Sharded
-from drivetrain_strategies.fsdp._state import in_layout_of
+from drivetrain_strategies.fsdp._state import in_layout_of, write_value
 
 _GET_GRADIENT, _SET_GRADIENT = cast(Any, torch.Tensor.grad).__get__, cast(Any, torch.Tensor.grad).__set__
 _ACCESS = (SET_DATA, _GET_GRADIENT, _SET_GRADIENT)
@@ -146,7 +146,7 @@ class ShardWrites(TorchFunctionMode):
             with torch.no_grad():
                 whole = target.full_tensor()
                 func(whole, *map(_whole, others))
-                assign_data(target, whole)
+                write_value(target, whole)
             return None
         return func(target, *(self._in_layout(one, target) for one in others), **kwargs)
 

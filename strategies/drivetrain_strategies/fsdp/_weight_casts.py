@@ -51,7 +51,6 @@ class WeightCasts:
         self._device_type = device_type
         self._dtype = dtype
         self._casts: dict[int, _Cast] = {}
-        self._empty_matrices: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def find(self) -> None:
         """Find autocast's casts of the gathered weights. Called after the weights were used, within autocast.
@@ -69,8 +68,9 @@ class WeightCasts:
             for fsdp_param in self._parameters:
                 weight = fsdp_param._unsharded_param
                 if weight.requires_grad and type(weight) is nn.Parameter:
+                    empty = weight.new_empty(weight.shape[-1], 0, dtype=self._dtype, requires_grad=True)
                     try:
-                        node: Any = torch.matmul(weight, self._empty_matrix_for(weight)).grad_fn
+                        node: Any = torch.matmul(weight, empty).grad_fn
                     except RuntimeError:  # the cast has another dtype than the matrix and stays untracked
                         continue
                     while node is not None and not hasattr(node, "_saved_self"):
@@ -111,15 +111,6 @@ class WeightCasts:
 
     def _forget_freed(self) -> None:
         self._casts = {key: cast for key, cast in self._casts.items() if cast.storage() is not None}
-
-    def _empty_matrix_for(self, weight: torch.Tensor) -> torch.Tensor:
-        key = weight.shape[-1], weight.device
-        empty = self._empty_matrices.get(key)
-        if empty is None:
-            empty = self._empty_matrices[key] = torch.empty(
-                key[0], 0, dtype=self._dtype, device=key[1], requires_grad=True
-            )
-        return empty
 
 
 def _may_be_cast(parameter: Any) -> bool:

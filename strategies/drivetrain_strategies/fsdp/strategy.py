@@ -25,25 +25,20 @@ from drivetrain.strategies import (
     DEFAULT_TIMEOUT,
     ControlPlane,
     DistributedStrategy,
-    MemoryAdvice,
     Region,
     StepRunner,
     load_named_optimizer_state,
+    load_tensors,
     named_optimizer_state,
 )
-from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
+from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._elementwise import is_elementwise
-from drivetrain_strategies._gathering import GATHER_LIMIT, GatherOrder, check_gather_limit
+from drivetrain_strategies._gathering import GATHER_LIMIT, GatherOrder
+from drivetrain_strategies._module_checks import refuse_accumulate_hook, refuse_device_map, refuse_sparse_embeddings
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.fsdp._changed_dtensor import ChangedDTensor
-from drivetrain_strategies.fsdp._checks import (
-    check_arguments,
-    check_module,
-    check_offload,
-    check_optimizer,
-    check_torch,
-)
+from drivetrain_strategies.fsdp._checks import check_arguments, check_offload, check_torch
 from drivetrain_strategies.fsdp._device_mesh import Mesh, mesh_sizes
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
@@ -55,15 +50,12 @@ from drivetrain_strategies.fsdp._internals import (
 from drivetrain_strategies.fsdp._original_parameters import OriginalParameters
 from drivetrain_strategies.fsdp._plain_step import PlainStep, mixes_meshes
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
-from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
+from drivetrain_strategies.fsdp._state import regions_of, shard_of, sharded_optimizer_state, sharded_state, write_value
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._user_code import UserHooks, UserSteps
 from drivetrain_strategies.fsdp._weight_casts import save_no_frozen_casts
 
 logger = logging.getLogger("drivetrain")
-
-_LOGGED_PLANS: set[str] = set()
-"""The plans that this process has logged, so that evaluating the same module does not log the module's plan again."""
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -78,13 +70,13 @@ class FSDPStrategy(DistributedStrategy):
         reshard_after_forward: whether units are resharded after forward. False keeps units gathered, as "grad_op" does.
         replicate_size: number of copies under "hybrid". The default is one copy per node.
         shard_size: number of ranks per copy under "hybrid". The default is the number of ranks of a node.
-        cpu_offload: keep shards, gradients and optimizer state in host memory. Takes a bool or an `OffloadPolicy`.
+        cpu_offload: keep shards, gradients and optimizer state in host memory.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
-            those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
+            those of attention, and "save_matmuls" also those of matrix products.
         mixed_precision: a `MixedPrecisionPolicy` that replaces the one derived from the precision. Under "bf16-mixed",
             its ``param_dtype=torch.bfloat16`` halves the traffic, but also rounds the weights of norms and embeddings.
-        ignored: names of parameters (``*`` as a wildcard) and classes of modules to replicate on every rank.
+        ignored: names of parameters to replicate on every rank, with ``*`` as a wildcard.
         forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
         backward_prefetch: number of units to prefetch in backward; 0 uses torch's default.
         compile: compile each unit separately. Takes a bool or a dict of options for `torch.compile`.
@@ -118,11 +110,11 @@ class FSDPStrategy(DistributedStrategy):
         reshard_after_forward: bool | None = None,
         replicate_size: int | None = None,
         shard_size: int | None = None,
-        cpu_offload: bool | OffloadPolicy = False,
+        cpu_offload: bool = False,
         activation_checkpointing: Sequence[type[nn.Module]] | None = None,
-        activation_policy: Policy = "full",
+        activation_policy: str = "full",
         mixed_precision: MixedPrecisionPolicy | None = None,
-        ignored: Sequence[str | type[nn.Module]] = (),
+        ignored: Sequence[str] = (),
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
         compile: bool | dict[str, Any] = False,
@@ -137,7 +129,7 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         check_torch()
         super().__init__(process_group_backend, timeout, step_timeout)
-        check_arguments(sharding, reshard_after_forward, mixed_precision, replicate_size, shard_size, tensor_parallel)
+        check_arguments(sharding, reshard_after_forward, replicate_size)
         self.sharding = sharding
         self.wrap = wrap
         self.reshard_after_forward = False if sharding == "grad_op" else reshard_after_forward
@@ -211,8 +203,7 @@ class FSDPStrategy(DistributedStrategy):
         if tuple(mesh.shape) != shape or self.tensor_parallel > 1:
             raise ConfigurationError(
                 f"FSDPStrategy got a mesh of shape {tuple(mesh.shape)}.",
-                f"sharding={self.sharding!r} over {self.world_size} data ranks needs one of shape {shape}, and the "
-                "strategy that holds this one splits layers itself.",
+                f"sharding={self.sharding!r} over {self.world_size} data ranks needs one of shape {shape}.",
                 "pass the data dimensions of the run's mesh, and leave tensor_parallel out.",
             )
         check_offload(self.cpu_offload, self.device)
@@ -254,7 +245,11 @@ class FSDPStrategy(DistributedStrategy):
         return self._hooks.context(name, self._within_forward, has_gradients)
 
     def check(self, module: nn.Module) -> None:
-        check_module(module, self.world_size, self.tensor_parallel)
+        refuse_device_map(module)
+        super().check(module)
+        refuse_sparse_embeddings(module, "gradients of sharded parameters are dense.")
+        for name, parameter in module.named_parameters():
+            refuse_accumulate_hook(name, parameter)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         mesh = self._mesh
@@ -264,10 +259,8 @@ class FSDPStrategy(DistributedStrategy):
         self.precision.convert_module(module)
         originals = self._originals = OriginalParameters(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
-        table = plan.table(mesh.data.shape[-1])
-        if self.rank == 0 and table not in _LOGGED_PLANS:
-            _LOGGED_PLANS.add(table)
-            logger.info("%s", table)
+        if self.rank == 0:
+            logger.info("%s", plan.table(mesh.data.shape[-1]))
         self._manual_optimization = not getattr(module, "automatic_optimization", True)
         if self.tensor_parallel > 1:
             self._wrappers.callback(remove_tensor_parallel_hooks, module)
@@ -291,13 +284,11 @@ class FSDPStrategy(DistributedStrategy):
             originals,
             self.reshard_after_forward,
             mp_policy=self.mixed_precision or mixed_precision_policy(self.precision),
-            offload_policy=offload_policy(self.cpu_offload, self.device),
+            offload_policy=CPUOffloadPolicy(self.device.type != "cpu") if self.cpu_offload else OffloadPolicy(),
         )
         sharded = self._sharded = Sharded(root)
         if self._frees_casts:
-            # Selective checkpointing disables autocast's cache in the modules that it recomputes.
-            uncached = tuple(self.activation_checkpointing or ()) if self._checkpointing.disables_cast_cache else ()
-            sharded.free_casts(self.device.type, self.precision.compute_dtype, uncached)
+            sharded.free_casts(self.device.type, self.precision.compute_dtype)
         if has_meta_tensors:
             sharded.give_storage(self.device)
             originals.materialize(self._deferred_module, plan.replicated, self.device, self.control)
@@ -349,7 +340,6 @@ class FSDPStrategy(DistributedStrategy):
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
-            check_optimizer(optimizer)
             self._customize_step(optimizer)
         return super().setup_optimizers(optimizers)
 
@@ -474,7 +464,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def load_model_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         if self.module is not None:
-            load_state(self._resharded_module(), state, strict)
+            load_tensors(self._resharded_module(), state, strict, write_value)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
         return named_optimizer_state(self._resharded_module(), self.optimizers[index])
@@ -499,13 +489,12 @@ class FSDPStrategy(DistributedStrategy):
 
     # Advice after an out-of-memory error
 
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+    def memory_advice(self, module: nn.Module) -> Sequence[str]:
         advice = []
         if self.sharding != "full":
-            advice.append(MemoryAdvice("state", "FSDPStrategy(sharding='full')"))
+            advice.append("FSDPStrategy(sharding='full')")
         if not self.cpu_offload:
-            text = "FSDPStrategy(cpu_offload=True): parameters and optimizer state are kept in host memory"
-            advice.append(MemoryAdvice("state", text))
+            advice.append("FSDPStrategy(cpu_offload=True): parameters and optimizer state are kept in host memory")
         if not self.activation_checkpointing:
             advice.append(checkpointing_advice(type(self)))
         return advice
@@ -518,10 +507,9 @@ class FSDPStrategy(DistributedStrategy):
             return
         self.sync_buffers(module, mesh.common_group)
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        if not check_gather_limit(nbytes, self.gather_limit, "FSDPStrategy", warn=self.rank == 0):
-            return
-        self._remove_wrappers()
-        self._originals.restore()
+        if nbytes <= self.gather_limit:
+            self._remove_wrappers()
+            self._originals.restore()
 
     def _remove_wrappers(self) -> None:
         self._wrappers.close()
@@ -543,9 +531,6 @@ class FSDPStrategy(DistributedStrategy):
         super().teardown()
 
 
-# Policies of `fully_shard`
-
-
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     """Return the policy for a precision: parameters are gathered in their own dtype.
 
@@ -555,10 +540,3 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     root's input is a batch, which includes the targets.
     """
     return MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
-
-
-def offload_policy(cpu_offload: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
-    """Return torch's offload policy. Host memory is pinned unless the device is the CPU."""
-    if isinstance(cpu_offload, OffloadPolicy):
-        return cpu_offload
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()

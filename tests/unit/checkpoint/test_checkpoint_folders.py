@@ -20,7 +20,7 @@ from checkpoint_case import OneLayer, quiet, save_contents
 
 from drivetrain import Fit, callbacks
 from drivetrain._format import CheckpointMetadata, CheckpointReader, StateToSave
-from drivetrain._runs import discovery
+from drivetrain._runs import start_search
 from drivetrain._runs.checkpoint_folders import children, is_taken, write_latest
 from drivetrain._storage.folder import StorageError
 from drivetrain._storage.paths import local_path
@@ -46,7 +46,7 @@ def found(folder: Any, **options: Any) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(start_search, "_FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 3600.0])

@@ -284,7 +284,7 @@ MANUAL = tiny(automatic_optimization=False, training_step=retain_the_graph)
         (lambda run: run.fit(Logs(sync_dist_group=1), loader(2)), "sync_dist_group"),
         (lambda run: fit(Path(), enable_autolog_hparams=True), r"'enable_autolog_hparams'[\s\S]*logger=False"),
         (lambda run: fit(Path(), model_registry=True), r"no argument 'model_registry'[\s\S]*best_model_path"),
-        (lambda run: run.fit(tiny(training_step=next_of_the_iterator), loader(2)), "takes the loader's iterator"),
+        (lambda run: run.fit(tiny(training_step=next_of_the_iterator), loader(2)), "cannot be called with a batch"),
         (lambda run: run.fit(MANUAL, loader(2)), "manual_backward got retain_graph=True"),
     ],
 )

@@ -180,13 +180,13 @@ def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("value", "options", "named"),
     [
-        (torch.ones(2), {}, "was given a tensor of shape (2,)."),
-        (torch.tensor(1j), {}, "was given a tensor of complex64."),
+        (torch.ones(2), {}, "was given a tensor of shape (2,) and"),
+        (torch.tensor(1j), {}, "dtype torch.complex64."),
         ("high", {}, "a number, a tensor of one element"),
         ({"a": 1}, {}, "log_dict"),
         (None, {}, "was given a NoneType."),
         (1j, {}, "was given a complex."),
-        (np.zeros(2), {}, "was given an array of shape (2,)."),
+        (np.zeros(2), {}, "was given a ndarray."),
         (np.array("high"), {}, "was given a ndarray."),
         (np.timedelta64(5, "ns"), {}, "was given a timedelta64."),
         (torchmetrics.MeanMetric(), {}, "was given a MeanMetric that is not an attribute"),
@@ -205,7 +205,7 @@ def test_other_values_and_reductions_are_refused(tmp_path: Path, value: Any, opt
 
 
 def test_changed_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="other options than before: prog_bar from False to True"):
+    with pytest.raises(ConfigurationError, match=r"called with .*True, 'mean', None\), and with .* before"):
         trained(tmp_path, lambda self, _, index: self.log("it", 1.0, prog_bar=index > 0))
 
 
@@ -534,12 +534,12 @@ def test_a_metric_object_has_one_name_in_one_stage(tmp_path: Path) -> None:  # S
     trainer.validate(module, loader(3), verbose=False)
     trainer.fit(module, loader(5))  # another run may log it under another name
     assert trainer.global_step == 6
-    with pytest.raises(ConfigurationError, match=r"'mean', which was logged as 'val' in another stage \('validate'"):
+    with pytest.raises(ConfigurationError, match=r"'mean', which was logged as 'val' in the stage 'validate'"):
         trainer.fit(module, loader(5), loader(3))
     assert trainer.global_step == 0
     for keys, loaders, named in (
-        (["val", "again"], 1, r"which was logged as 'val'\."),
-        (["val"], 2, "'val/dataloader_idx_0', for another loader"),
+        (["val", "again"], 1, "which was logged as 'val' in"),
+        (["val"], 2, "'val/dataloader_idx_0' in"),
     ):
         with pytest.raises(ConfigurationError, match=named):
             trainer.validate(Metered(None, measuring(*keys)), [loader(3)] * loaders, verbose=False)

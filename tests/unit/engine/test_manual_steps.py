@@ -196,9 +196,6 @@ def test_a_closure_under_loss_scaling_is_refused(tmp_path: Path) -> None:  # I-0
         fit(tmp_path, precision="16-mixed").fit(ByHand(_steps_with_a_closure, Twice), regression(4))
     with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
         fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
-    # fp16 refuses both ways to give one
-    with pytest.raises(ConfigurationError, match=r"(?s)without a closure.*precision='bf16-mixed' or '32-true', since"):
-        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD, closure=False), regression())
 
 
 def _toggles_each(module: Any, batch: Any) -> None:
@@ -219,9 +216,8 @@ def _toggles_both(module: Any, batch: Any) -> None:
     ("step", "automatic", "error"),
     [
         (_toggles_each, False, None),
-        (lambda module, _: module.toggle_optimizer(module.optimizers()[0]), False, "ended with SGD toggled"),
-        (lambda module, _: module.untoggle_optimizer(module.optimizers()[0]), False, "but none is toggled"),
-        (_toggles_both, False, r"toggle_optimizer\(SGD\), while SGD is toggled"),
+        (lambda module, _: module.toggle_optimizer(module.optimizers()[0]), False, "ended while an optimizer was"),
+        (_toggles_both, False, "toggled a second optimizer while"),
         (_toggles_both, True, "toggle_optimizer was called in automatic optimization"),
     ],
 )
@@ -393,7 +389,6 @@ def test_each_evaluation_gets_a_batch_that_it_may_modify(kind: str) -> None:  # 
         (Overridden, AscendingSGD, AssertionError),
         (Manual, AscendingSGD, AssertionError),
         (Manual, AscendingWithoutAutograd, AssertionError),
-        (Sharp, stepping("Wraps", lambda self, closure: torch.enable_grad()(closure)()), TypeError),
         (Sharp, stepping("Calls", lambda self, closure: closure()), TypeError),
     ],
 )
@@ -423,10 +418,8 @@ def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, module: Any, step:
 @pytest.mark.parametrize(
     ("configured", "automatic", "named"),
     [
-        (lambda one: {"optimizer": SGD(one), "closure": "yes"}, True, "'closure': 'yes'"),
         (lambda one: {"optimizer": SGD(one), "closures": True}, True, "Did you mean 'closure'?"),
         (lambda one: {"optimizer": SGD(one), "closure": True}, False, "'closure': True with manual"),
-        (lambda one: {"optimizer": LBFGS(one), "closure": False}, True, "'closure': False with LBFGS"),
         (
             lambda one: [{"optimizer": SGD(one[:1]), "closure": True}, {"optimizer": SGD(one[1:])}],
             *(True, "An optimizer evaluates the loss again in its step, and there are 2 optimizers"),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from captured_warnings import captured_warnings
 from drivetrain import ConfigurationError, TrainModule
 
 
@@ -108,7 +109,7 @@ def _plateau(module: Any) -> Any:
         (_plateau, ["ReduceLROnPlateau without a 'monitor'", "'monitor': 'val_loss'"]),
         (lambda module: {"optimizer": _one(module), "lr_schedular": None}, ["Did you mean 'lr_scheduler'?"]),
         (lambda module: _dict(module, intervall="step"), ["'intervall'", "Did you mean 'interval'?"]),
-        (lambda module: _dict(module, interval="steps"), ["interval='steps'", "Did you mean 'step'?"]),
+        (lambda module: _dict(module, interval="steps"), ["interval='steps'", "the interval 'epoch' or 'step'"]),
         (lambda module: _dict(module, frequency=0), ["frequency=0", "int of 1 or more"]),
         (lambda module: _dict(module, frequency=True), ["frequency=True"]),
         (lambda module: {"optimizer": _one(module), "lr_scheduler": {"interval": "step"}}, ["no 'scheduler'"]),
@@ -245,7 +246,7 @@ def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight
 def test_a_weightless_window_is_one_warning(tmp_path: Path, weightless: Any, window: int, steps: int) -> None:  # B-21
     module = tiny(batch_weight=lambda self, batch: 0 if int(batch[0, 0]) in weightless else 1)
     runner = fit(tmp_path, accumulate_grad_batches=window)
-    with pytest.warns(UserWarning, match="the weights of its batches sum to zero") as warned:
+    with captured_warnings() as lines:
         runner.fit(module, loader(8))
-    assert len([one for one in warned if "made no step" in str(one.message)]) == 1
+    assert sum("made no step" in line for line in lines) == 1
     assert runner.global_step == steps

@@ -306,8 +306,9 @@ def test_a_run_with_nothing_left_to_save_exits_with_143(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_a_preempted_prediction_is_resumed_and_only_then_requeued(tmp_path: Path, slurm: Any, returned: bool) -> None:
-    #
+def test_a_preempted_prediction_is_resumed_where_outputs_are_not_returned(
+    tmp_path: Path, slurm: Any, returned: bool
+) -> None:
     requeued = slurm()
     leaving, resumed = Evaluated(signal.SIGUSR1), Evaluated()
     resumed.load_state_dict(leaving.state_dict())
@@ -319,7 +320,7 @@ def test_a_preempted_prediction_is_resumed_and_only_then_requeued(tmp_path: Path
     with pytest.raises(SystemExit) as caught:
         predict(leaving)
     assert caught.value.code == 128 + signal.SIGUSR1
-    assert bool(requeued()) == (not returned)  # otherwise all batches are computed again
+    assert requeued() == []
     predict(resumed)
     assert (leaving.batches, resumed.batches) == (3, 6 if returned else 3)
     assert len(read_predictions(tmp_path / "p")) == 24

@@ -87,7 +87,7 @@ def test_a_request_to_a_strategy_ends_with_the_run(tmp_path: Path, monkeypatch: 
 
     strategy = Recording()
     # Private, because the CPU is refused: only an accelerator synchronises a BatchNorm.
-    asks = "drivetrain._engine.ranks.launch.asks_for_sync_batchnorm"
+    asks = "drivetrain._engine.ranks.run_entry_point.asks_for_sync_batchnorm"
     monkeypatch.setattr(asks, lambda asked, *others: asked)
     for asked in (True, False):
         fit(tmp_path, strategy=strategy, sync_batchnorm=asked).fit(Tiny(), loader(4))

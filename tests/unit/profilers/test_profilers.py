@@ -248,7 +248,7 @@ def test_a_short_table_in_a_chosen_file_has_only_times_and_shares(tmp_path: Path
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "drivetrain_logs").write_text("in the way")
-    with pytest.raises(ConfigurationError, match=r"The profiler cannot write to .*(?s:.*)dirpath"):
+    with pytest.raises(ConfigurationError, match=r"SimpleProfiler cannot write to .*(?s:.*)dirpath"):
         fit(tmp_path, profiler="simple").fit(Net(), loader())
 
 

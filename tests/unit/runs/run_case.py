@@ -124,12 +124,12 @@ def watched(monkeypatch: pytest.MonkeyPatch, folder: Any, alive: bool, **values:
     monkeypatch.setattr(liveness, "WATCH_SECONDS", 0.4)
     original = liveness.watch
 
-    def watch(run: Any, read: Callable[[str], Any]) -> Any:
+    def watch(run: Any, read: Callable[[str], Any], after_look: Callable[[], object]) -> bool:
         def changed(path: str) -> Any:
             if alive:
                 edit(folder, heartbeat=now(), **values)
             return read(path)
 
-        return original(run, changed)
+        return original(run, changed, after_look)
 
     monkeypatch.setattr(liveness, "watch", watch)

@@ -12,7 +12,7 @@ import torch
 from run_case import NAME, Net, data, edit, every, fit, folders, left_running, record, rows, stopped, trained, watched
 
 from drivetrain import Fit, Logger
-from drivetrain._runs import liveness, start_search
+from drivetrain._runs import liveness
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -256,7 +256,6 @@ def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Pat
     outer.fit(Bare(at_step=other), data())
     assert [one.version for one in inner[0].loggers] == [1, 1]
     assert [one.version for one in outer.loggers] == [0, 0]
-    assert [one["version"] for one in record(outer.log_dir)["loggers"]] == ["version_0", "version_0"]
     steps = [[one["step"] for one in rows(tmp_path / "b" / NAME / version)] for version in ("version_0", "version_1")]
     assert steps == [list("123456")] * 2
 
@@ -284,7 +283,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> N
     left_running(trainer.log_dir, began="1")
     trained(tmp_path, "auto")
     after = record(trainer.log_dir)
-    assert (after["status"], after["why"]) == ("finished", "max_epochs=1 is reached")
+    assert (after["status"], after["why"]) == ("finished", "max_epochs=1 is reached; nothing was left to train")
     assert [(one["from_step"], one["to_step"]) for one in after["parts"]] == [(0, 6), (6, 6)]
     trained(tmp_path, "auto")
     assert record(trainer.log_dir) == after
@@ -303,7 +302,6 @@ def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Pa
 
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
 def test_a_checkpoint_of_an_unreachable_run_is_resumed(tmp_path: Path, folder: str, monkeypatch: Any) -> None:  # J-13
-    monkeypatch.setattr(start_search, "SHORT_RETRY_SECONDS", 0.0)
     monkeypatch.setattr("drivetrain._engine.checkpoints.checkpoint_manager._absolute", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
@@ -341,23 +339,6 @@ def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: 
     assert (trainer.global_step, record(trainer.log_dir)["status"]) == (6, "finished")
     assert [one["step"] for one in record(trainer.log_dir)["checkpoints"]] == [6]
     assert "Offline could not write the values logged so far, and tries again later: no network" in caplog.text
-
-
-def test_a_record_without_permission_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trained(tmp_path)
-    foreign = tmp_path / NAME / "foreign"
-    foreign.mkdir()
-    (foreign / "run.json").write_text("{}")
-    (foreign.parent / "loop").symlink_to(foreign.parent / "loop")
-    original = open
-
-    def refuse(path: Any, *args: Any, **options: Any) -> Any:
-        if str(path).endswith("foreign/run.json"):
-            raise PermissionError(13, "Permission denied")
-        return original(path, *args, **options)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir
 
 
 class Wide(Net):

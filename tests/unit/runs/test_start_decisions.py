@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ JOB = Job("slurm", "7", 1)
 
 def run(number: int, status: str = "finished", jobs: Any = None, folder: str = "runs", **entries: Any) -> Any:
     document = {"id": f"id{number}", "stage": "fit", "started": f"2026-01-0{number + 1}", "status": status, **entries}
-    return Record(f"{folder}/version_{number}", {**document, "job": [job.as_json() for job in jobs or []]})
+    return Record(f"{folder}/version_{number}", {**document, "job": [asdict(job) for job in jobs or []]})
 
 
 def saved(number: int, name: str, written: str = "1", lineage: tuple[tuple[str, int], ...] = ()) -> Any:

@@ -1,8 +1,7 @@
-"""Checks the classes that users write: required methods, hooks that the engine would never call, their arguments."""
+"""Checks the classes that users write: required methods, and methods that look like hooks and are never called."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from difflib import get_close_matches
 from types import FunctionType, MethodType
@@ -10,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from drivetrain._engine.run_request import RunRequest, loader_method
-from drivetrain._loops.hooks import HOOKS, is_overridden, overridden
+from drivetrain._engine.run_request import RunRequest
+from drivetrain._loops.hooks import HOOKS, is_overridden
 from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
@@ -49,20 +48,13 @@ _FIXES = {
     "test_step_end": "move its code into test_step",
     "on_validation_model_zero_grad": "write on_validation_start(self), and clear the gradients there",
     "configure_sharded_model": "write configure_model(self)",
-    "on_configure_sharded_model": "write configure_model(self)",
-    "on_before_accelerator_backend_setup": "write setup(self, stage)",
-    "tbptt_split_batch": "split the batch in training_step, with self.automatic_optimization = False",
-    "get_progress_bar_dict": "use self.log(..., prog_bar=True)",
     "on_epoch_start": "write on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
     "on_epoch_end": "write on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
     "on_batch_start": "write on_train_batch_start",
     "on_batch_end": "write on_train_batch_end",
-    **dict.fromkeys(("on_pretrain_routine_start", "on_pretrain_routine_end"), "write on_fit_start"),
     **dict.fromkeys(("on_init_start", "on_init_end"), "write setup"),
     "on_keyboard_interrupt": "write on_exception, which gets the KeyboardInterrupt",
-    **dict.fromkeys(("on_hpc_save", "hpc_save"), "write on_save_checkpoint"),
-    **dict.fromkeys(("on_hpc_load", "hpc_load"), "write on_load_checkpoint"),
-    **dict.fromkeys(("tng_dataloader", "training_dataloader", "train_dataloaders"), "write train_dataloader"),
+    **dict.fromkeys(("training_dataloader", "train_dataloaders"), "write train_dataloader"),
     **dict.fromkeys(("valid_dataloader", "validation_dataloader", "val_dataloaders"), "write val_dataloader"),
     "validation_steps": "write validation_step",
 }
@@ -74,11 +66,7 @@ _MODULE_HOOKS = (
     *("optimizer_step", "lr_scheduler_step"),
     *("transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 )
-_PASSED_BY_NAME = ("gradient_clip_val", "gradient_clip_algorithm")
-"""Arguments that the engine passes by name, as Lightning does."""
-
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""Steps may take any of batch, batch_idx and dataloader_idx. The loops check the signatures of the steps."""
 
 _DATA_HOOKS = tuple(
     name
@@ -97,11 +85,8 @@ def check_requirements(request: RunRequest) -> None:
     if stage == "fit":
         for name, signature in _REQUIRED_METHODS.items():
             if not is_overridden(name, module, TrainModule):
-                names = [key for kind in type(module).__mro__ if issubclass(kind, TrainModule) for key in vars(kind)]
-                close = get_close_matches(name, set(names) - set(dir(TrainModule)), n=1)
-                hint = f" It has {close[0]!r}, which the engine never calls." if close else ""
                 raise ConfigurationError(
-                    f"{type(module).__name__} has no {name}.{hint}",
+                    f"{type(module).__name__} has no {name}.",
                     f"fit cannot train without {name}.",
                     f"write {signature}.",
                 )
@@ -119,16 +104,16 @@ def check_requirements(request: RunRequest) -> None:
 
 
 def check_hooks(owner: TrainModule | Callback | DataModule, request: RunRequest | None = None) -> None:
-    """Refuse methods that have the name of another framework's hook, and hooks that cannot take the engine's arguments.
+    """Refuse methods that have the name of another framework's hook.
 
     Args:
         owner: the object whose class, with the bases that the user wrote, is checked.
-        request: the call of `Fit`; loader methods that it does not call are not checked. None for a callback.
+        request: the call of `Fit`; None for a callback.
 
     Raises:
         ConfigurationError: a method is refused. The error names the method and the correct hook.
     """
-    base, hooks = _base_and_hooks(owner)
+    base, _ = _base_and_hooks(owner)
     for name in _other_methods(owner, base):
         fix = _suggest_fix(name, base, request)
         if fix is not None:
@@ -137,9 +122,6 @@ def check_hooks(owner: TrainModule | Callback | DataModule, request: RunRequest 
                 "its code would not run.",
                 f"{fix}. If your own code calls the method, rename it or prefix its name with an underscore.",
             )
-    for name in overridden(hooks, owner, base):
-        if name not in _STEPS and not _is_unused_loader(name, request):
-            _check_arguments(owner, name, base)
 
 
 def warn_of_similar_names(*owners: TrainModule | Callback | DataModule | None) -> None:
@@ -188,15 +170,6 @@ def _suggest_fix(name: str, base: type, request: RunRequest | None) -> str | Non
     return fix
 
 
-def _is_unused_loader(name: str, request: RunRequest | None) -> bool:
-    """Whether ``name`` is a loader method that this run does not call."""
-    if not name.endswith("_dataloader") or request is None:
-        return False
-    kinds = ("train", "validate") if request.stage == "fit" else (request.stage,)
-    loaders = request.train if name == "train_dataloader" else request.evaluate
-    return loaders is not None or name not in map(loader_method, kinds)
-
-
 def _other_methods(owner: object, base: type) -> list[str]:
     """Return the names of the public methods that the user has written for ``owner``, without those of ``base``."""
     names = [name for name, value in vars(owner).items() if isinstance(value, FunctionType | MethodType)]
@@ -205,39 +178,3 @@ def _other_methods(owner: object, base: type) -> list[str]:
         if not kind.__module__.startswith("drivetrain."):
             names += [name for name, value in vars(kind).items() if isinstance(value, FunctionType)]
     return [name for name in dict.fromkeys(names) if not name.startswith("_") and not hasattr(base, name)]
-
-
-def _check_arguments(owner: object, name: str, base: type) -> None:
-    hook = getattr(owner, name)
-    if not callable(hook):
-        raise ConfigurationError(
-            f"{type(owner).__name__}.{name} is a {type(hook).__name__}.",
-            "the engine calls a method of that name.",
-            f"store the object under another name, and write def {name}(self), which returns it.",
-        )
-    parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
-    expected = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    # Evaluation hooks get dataloader_idx only if there are several loaders.
-    passed = [
-        parameter.name
-        for parameter in expected
-        if parameter.name != "dataloader_idx" or parameter.default is inspect.Parameter.empty
-    ]
-    with_loader_index = [parameter.name for parameter in expected]
-    try:
-        signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may pass more arguments
-    except (TypeError, ValueError):  # the hook is not written in Python
-        return
-    problem: TypeError | None = None
-    for arguments in (with_loader_index, passed):
-        named = {name: None for name in arguments if name in _PASSED_BY_NAME}
-        try:
-            signature.bind(*(name for name in arguments if name not in named), **named)
-            return
-        except TypeError as error:
-            problem = error
-    raise ConfigurationError(
-        f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(passed)}): {problem}.",
-        "the engine calls the method with these arguments.",
-        f"write def {name}({', '.join(['self', *passed])}).",
-    )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from drivetrain._engine.run_summary import newest_checkpoint
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import replace_tensors
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 CHECKPOINT_ATTRIBUTE = "_checkpoint_of_missing_weights"
 """The attribute of a module for the path of the checkpoint that holds its weights, or "" if none was saved."""
-
-_MAX_LISTED = 8  # lazy layers, in an error
 
 
 def note_missing_weights(run: RunCore, written: str | None, opened: str, began_on_meta: bool) -> None:
@@ -84,9 +82,8 @@ def refuse_lazy_layers(module: nn.Module) -> NoReturn:
         for name, layer in module.named_modules()
         if any(is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values()))
     ]
-    more = f" and {len(lazy) - _MAX_LISTED} more" if len(lazy) > _MAX_LISTED else ""
     raise ConfigurationError(
-        f"{type(module).__name__} has lazy layers that are not yet initialised: {', '.join(lazy[:_MAX_LISTED])}{more}.",
+        f"{type(module).__name__} has lazy layers that are not yet initialised: {listed(lazy)}.",
         "their parameters get a shape in the first forward; optimizers, strategies and checkpoints need it earlier.",
         "run one forward on an example batch under torch.no_grad(), before you call fit or in configure_model.",
     )

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 
-def set_up_optimizers(core: RunCore, resumed: ResumedRun | None) -> Optimization:
+def set_up_optimizers(run: RunCore, resumed: ResumedRun | None) -> Optimization:
     """Call ``configure_optimizers`` and hand the optimizers to the strategy.
 
     Args:
-        core: the run. Its components receive the classes of optimizers and schedulers, and the groups.
+        run: the run. Its components receive the classes of optimizers and schedulers, and the groups.
         resumed: the run that is resumed, whose optimizers and parameter groups the fit has to have.
     """
-    module, strategy, trainables = core.module, core.strategy, core.trainables
+    module, strategy, trainables = run.module, run.strategy, run.trainables
     assert trainables is not None
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
@@ -44,7 +44,7 @@ def set_up_optimizers(core: RunCore, resumed: ResumedRun | None) -> Optimization
     closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.elementwise_optimizers = declared_elementwise(configured)
     strategy.adopt_parameters(optimizers)
-    core.components |= {
+    run.components |= {
         "optimizers": class_names(optimizers),
         "schedulers": class_names(schedulers),
         "optimizer_groups": describe_groups(optimizers, strategy.named_parameters()),
@@ -63,13 +63,13 @@ def set_up_optimizers(core: RunCore, resumed: ResumedRun | None) -> Optimization
         strategy.broadcast_module(module)
     trainables.accept_strategy_changes(before)
     configs += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
-    if core.request.trial:  # a trial either sets the learning rate itself or does not depend on it
+    if run.request.trial:  # a trial either sets the learning rate itself or does not depend on it
         configs = []
     trainables.begin(optimizers, configs)
     if not optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
     handles = [
-        OptimizerHandle(optimizer, strategy, core.callbacks.hooks, automatic=automatic, closure=closure)
+        OptimizerHandle(optimizer, strategy, run.callbacks.hooks, automatic=automatic, closure=closure)
         for optimizer in optimizers
     ]
     return Optimization(optimizers, configs, handles, closure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ from drivetrain._runtime.size_format import format_size
 
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_core import RunCore
-    from drivetrain._runtime.memory_advice import MemoryAdvice
 
 # Messages of torch's host allocator, which raises a plain RuntimeError. Device allocators have an error class.
 _HOST_MESSAGES = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
@@ -53,15 +51,10 @@ def _note(run: RunCore) -> str:
     position = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={run.progress.global_step}"
     held = ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
     lines = [f"Out of memory on {position}. On this rank there were:", f"  {held or 'no parameters'}"]
-    state_first = False
     if strategy.device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
         lines.append(f"  on the device {_size(allocated)} in tensors, {_size(reserved)} reserved")
-        state_first = sum(sizes.values()) > allocated / 2
-    lines += [
-        f"{'  then' if index else 'Change first'}: {change}"
-        for index, change in enumerate(_advice(run, run.data.batch_size, state_first))
-    ]
+    lines += [f"{'  then' if index else 'Change first'}: {change}" for index, change in enumerate(_advice(run))]
     return "\n".join(lines)
 
 
@@ -88,30 +81,15 @@ def _size(nbytes: int) -> str:
     return format_size(nbytes, ".4g")
 
 
-# Advice
-
-
-def _advice(run: RunCore, batch_size: int | None, state_first: bool) -> list[str]:
-    """Return the settings to change. With ``state_first``, those that reduce the run's state come first."""
-    strategy, fitting = run.strategy, run.stage == "fit"
-    from_strategy = strategy.memory_advice(run.module) if fitting else ()
-    from_precision = strategy.precision.memory_advice()
-    for_activations = (
-        _smaller_batches(run, batch_size, fitting)
-        + _texts_about("activations", from_precision)
-        + _texts_about("activations", from_strategy)
-    )
-    for_state = _texts_about("state", from_strategy) + (_texts_about("state", from_precision) if fitting else [])
-    return for_state + for_activations if state_first else for_activations + for_state
-
-
-def _texts_about(use: str, advice: Iterable[MemoryAdvice]) -> list[str]:
-    return [each.text for each in advice if each.reduces == use]
-
-
-def _smaller_batches(run: RunCore, size: int | None, fitting: bool) -> list[str]:
-    if size is not None and size <= 1:
-        return []
-    half = "half the batch_size" if size is None else f"batch_size={size // 2} instead of {size}"
-    micro_batches = 2 * run.trainer.accumulate_grad_batches
-    return [half + (f" with accumulate_grad_batches={micro_batches}: the same steps" if fitting else "")]
+def _advice(run: RunCore) -> list[str]:
+    """Return the settings to change, the cheapest first."""
+    fitting, size = run.stage == "fit", run.data.batch_size
+    smaller = "half the batch_size" if size is None else f"batch_size={size // 2} instead of {size}"
+    if fitting:
+        smaller += f" with accumulate_grad_batches={2 * run.trainer.accumulate_grad_batches}: the same steps"
+    batches = [] if size is not None and size <= 1 else [smaller]
+    return [
+        *batches,
+        *run.strategy.precision.memory_advice(),
+        *(run.strategy.memory_advice(run.module) if fitting else ()),
+    ]

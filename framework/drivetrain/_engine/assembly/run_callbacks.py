@@ -37,21 +37,21 @@ class RunCallbacks(list[Callback]):
         self._trainer = trainer
         self._module = module
         self._from_trainer: list[Callback] = []  # trainer.callbacks at the last `collect`
-        self.from_module: list[Callback] = []
-        """The callbacks that ``configure_callbacks`` returned."""
+        self._from_module: list[Callback] = []
         self.early_draws: EarlyDraws | None = None
         """The random numbers of the user's hooks before the first batch, if they are those of a single process."""
         self.collected = False
         """Whether `collect` was called; False in a process that only launched the processes of the run."""
 
-    def configure(self) -> None:
-        """Call the module's ``configure_callbacks``."""
-        self.from_module = checked_callbacks(self._module.configure_callbacks(), "configure_callbacks returned")
+    def configure(self) -> list[Callback]:
+        """Return the callbacks that the module's ``configure_callbacks`` returns. `collect` adds them."""
+        self._from_module = checked_callbacks(self._module.configure_callbacks(), "configure_callbacks returned")
+        return self._from_module
 
     def collect(self) -> None:
         """Collect the trainer's current callbacks and the module's, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
-        self[:] = with_module_callbacks(self._from_trainer, self.from_module)
+        self[:] = with_module_callbacks(self._from_trainer, self._from_module)
         self.hooks, self.collected = HookTable(self._trainer, self._module, self), True
         if self._trainer.world_size > 1:
             from drivetrain._engine.ranks.common_draws import draw_in_common
@@ -123,6 +123,6 @@ class _InContext:
     def __call__(self, *arguments: Any) -> Any:
         trainer = self._trainer
         run = trainer.run_state
-        complete = self._name != "on_after_backward" or (run.module.automatic_optimization and run.position.closes)
+        complete = self._name != "on_after_backward" or (run.module.automatic_optimization and run.current.closes)
         with trainer.strategy.hook_context(self._name, complete):
             return self._call(*arguments)

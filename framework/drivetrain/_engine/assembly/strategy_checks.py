@@ -1,17 +1,18 @@
-"""Checks that a strategy, which anyone may write, has set up what the engine relies on."""
+"""Checks what the engine relies on of a strategy, which anyone may write."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies.strategy import Strategy
+from drivetrain.strategies.strategy import StepRunner, Strategy
 
 
 def check_control_plane(strategy: Strategy, placement: Placement) -> None:
@@ -24,24 +25,20 @@ def check_control_plane(strategy: Strategy, placement: Placement) -> None:
     Raises:
         ConfigurationError: the strategy or its control plane has another rank or world size.
     """
-    control = strategy.control
-    expected = (placement.rank, placement.world_size)
-    if (strategy.rank, strategy.world_size) != expected:
-        raise ConfigurationError(
-            f"{type(strategy).__name__} says that it is rank {strategy.rank} of {strategy.world_size}, in a process "
-            f"that is rank {placement.rank} of {placement.world_size}.",
-            "the data would be split over other ranks than the gradients are averaged over.",
-            "leave Strategy.rank and world_size as `bind` sets them; shares of the data are data_rank and "
-            "data_world_size.",
-        )
-    if (control.rank, control.world_size) != expected:
-        raise ConfigurationError(
-            f"{type(strategy).__name__}.control is a {type(control).__name__} of rank {control.rank} of "
-            f"{control.world_size}, in a process that is rank {placement.rank} of {placement.world_size}.",
-            "the ranks would not be connected: each would train on its own, on its part of the data.",
-            "subclass drivetrain.strategies.DistributedStrategy, whose setup_environment connects the ranks (call "
-            "it if you override it); a strategy for one process sets single_process = True.",
-        )
+    name, control = type(strategy).__name__, strategy.control
+    expected = placement.rank, placement.world_size
+    for owner, rank, world_size in (
+        (name, strategy.rank, strategy.world_size),
+        (f"{name}.control, a {type(control).__name__},", control.rank, control.world_size),
+    ):
+        if (rank, world_size) != expected:
+            raise ConfigurationError(
+                f"{owner} is rank {rank} of {world_size}, in a process that is rank {expected[0]} of {expected[1]}.",
+                "the ranks would not be connected, or would split the data over other ranks than they average over.",
+                "subclass drivetrain.strategies.DistributedStrategy, whose setup_environment connects the ranks (call "
+                "it if you override it), and leave rank and world_size as `bind` sets them; a strategy for one process "
+                "sets single_process = True.",
+            )
 
 
 def check_distinct_devices(strategy: Strategy) -> None:
@@ -86,32 +83,31 @@ def refuse_shared_devices(devices: Sequence[str]) -> None:
             )
 
 
-def check_module_setup(strategy: Strategy, module: Module, run_step: object) -> None:
-    """Check the result of a strategy's `setup_module`. Mistakes would otherwise cause wrong values or names later.
-
-    Args:
-        strategy: the strategy, after its `setup_module`.
-        module: the run's module.
-        run_step: the return value of `setup_module`.
+def set_up_module(strategy: Strategy, module: Module) -> StepRunner:
+    """Let the strategy set up the module. Return what runs its steps, in the forward context of the precision.
 
     Raises:
-        ConfigurationError: ``strategy.module`` is not the module, or ``run_step`` is not a function.
+        ConfigurationError: ``strategy.module`` is not the module, or `setup_module` has not returned a function.
     """
-    name = type(strategy).__name__
-    if strategy.module is not module:
-        current = "None" if strategy.module is None else f"a {type(strategy.module).__name__}"
+    runner = strategy.setup_module(module)
+    if strategy.module is not module or runner is module or not callable(runner):
         raise ConfigurationError(
-            f"{name}.setup_module left self.module as {current}.",
-            "weights and gradients are looked up there by their plain names, and a wrapper's names differ.",
-            "set self.module to the module that setup_module receives; store a wrapper in another attribute.",
+            f"{type(strategy).__name__}.setup_module has set self.module to a {type(strategy.module).__name__}, and "
+            f"returned a {type(runner).__name__}.",
+            "weights and gradients are looked up in self.module by their plain names; steps run by what is returned.",
+            "set self.module to the module itself; return runner, for which runner(step, *arguments) returns "
+            "step(*arguments), such as operator.call.",
         )
-    if run_step is module or not callable(run_step):
-        returned = "the module itself" if run_step is module else repr(run_step)
-        raise ConfigurationError(
-            f"{name}.setup_module returned {returned}.",
-            "it must return a function that calls a step: runner(step, *arguments) returns step(*arguments).",
-            "return operator.call if the strategy does nothing around a step.",
-        )
+    if not strategy.precision.has_forward_context:
+        return runner
+    # All steps share one context object, because building it costs more than entering it.
+    context = strategy.precision.forward_context()
+
+    def run_in_context(step: Callable[..., Any], *args: Any) -> Any:
+        with context:
+            return runner(step, *args)
+
+    return run_in_context
 
 
 def asks_for_sync_batchnorm(sync_batchnorm: bool, strategy: Strategy, device: torch.device) -> bool:

@@ -28,81 +28,69 @@ from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies.strategy import StepRunner, Strategy
+from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
 
-def build_training(core: RunCore) -> TrainStep:
-    """Build the training loop of a run, once it has its optimizers.
-
-    Returns:
-        The loop's step.
-    """
-    data, checkpoints = core.data, core.checkpoints
+def build_training(run: RunCore) -> None:
+    """Build the training loop of a run, once it has its optimizers."""
+    data, checkpoints = run.data, run.checkpoints
     assert checkpoints is not None
-    _prepare_stopping(core)
-    validate = build_validation(core) if data.validates else None
-    trainer, metrics, strategy = core.trainer, core.metrics, core.strategy
-    step = _build_step(core)
+    _prepare_stopping(run)
+    validate = build_validation(run) if data.validates else None
+    trainer, metrics, strategy = run.trainer, run.metrics, run.strategy
+    step = _build_step(run)
     if trainer.detect_anomaly:
-        step.forward_backward = refusing_anomalies(step.forward_backward, core.progress, strategy.rank)
-        step.run_weightless = refusing_anomalies(step.run_weightless, core.progress, strategy.rank)
+        step.forward_backward = refusing_anomalies(step.forward_backward, run.progress, strategy.rank)
+        step.run_weightless = refusing_anomalies(step.run_weightless, run.progress, strategy.rank)
     if strategy.rank == 0:
         strategy.precision.on_minimum_scale = partial(_warn_of_loss_scale, strategy.precision)
     if validate is not None:
-        _warn_if_never_validates(core)
-    core.loop = TrainLoop(
+        _warn_if_never_validates(run)
+    run.loop = TrainLoop(
         step=step,
-        reader=_build_reader(core),
-        hooks=core.callbacks.hooks,
-        control=strategy.control,
-        progress=core.progress,
-        position=core.position,
-        stop=core.stop,
+        reader=_build_reader(run),
+        hooks=run.callbacks.hooks,
+        progress=run.progress,
+        current=run.current,
+        stop=run.stop,
         max_epochs=trainer.max_epochs,
         max_steps=trainer.max_steps,
-        log_every=max(0, trainer.log_every_n_steps),
-        metrics=metrics,
-        log=core.logger_call(),
-        write_progress=core.callbacks.progress_writers(),
-        lengths=data.lengths,
+        log=run.loop_log(),
         saves=checkpoints,
-        snapshot=core.snapshot,
-        rng_replay=data.rng_replay,
-        schedulers=_build_schedulers(core),
+        snapshot=run.snapshot,
+        schedulers=_build_schedulers(run),
         validation=ValidationPlan(
             validate,
             trainer.val_check_interval,
             trainer.check_val_every_n_epoch,
             data.train_length,
-            core.progress,
-            core.stop,
+            run.progress,
+            run.stop,
             metrics,
-            warns=strategy.control.rank == 0,
             reloads=data.reload is not None,
         ),
-        checks=EpochChecks(step, metrics, core.progress, strategy.rank == 0, partial(warn_of_unlogged_monitors, core)),
+        checks=EpochChecks(step, run.progress, strategy.rank == 0, partial(warn_of_unlogged_monitors, run)),
         reload=data.reload,
-        apply_trainable_changes=partial(_apply_trainable_changes, core),
-        resize=partial(data.resize_training, core.progress),
+        apply_trainable_changes=partial(_apply_trainable_changes, run),
+        resize=partial(data.resize_training, run.progress),
     )
-    core.manual = step if isinstance(step, ManualStep) else None
-    core.pass_over_data = partial(_pass_over_data, core)
-    return step
+    run.manual = step if isinstance(step, ManualStep) else None
+    run.pass_over_data = partial(_pass_over_data, run)
 
 
-def _apply_trainable_changes(core: RunCore) -> None:
+def _apply_trainable_changes(run: RunCore) -> None:
     """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
-    core.callbacks.refuse_appended()
-    assert core.trainables is not None
-    core.trainables.adapt_strategy()
+    run.callbacks.refuse_appended()
+    assert run.trainables is not None
+    run.trainables.adapt_strategy()
 
 
-def _warn_if_never_validates(core: RunCore) -> None:
+def _warn_if_never_validates(run: RunCore) -> None:
     """Warn if the run has fewer epochs than an interval between validations. A later run may have more epochs."""
-    every, epochs = core.trainer.check_val_every_n_epoch, core.trainer.max_epochs
-    if core.strategy.rank == 0 and every is not None and epochs is not None and 0 < epochs < every:
+    every, epochs = run.trainer.check_val_every_n_epoch, run.trainer.max_epochs
+    if run.strategy.rank == 0 and every is not None and epochs is not None and 0 < epochs < every:
         logger.warning(
             "check_val_every_n_epoch=%d is more than max_epochs=%d: this run never validates. Lower "
             "check_val_every_n_epoch, or pass no validation data.",
@@ -111,72 +99,72 @@ def _warn_if_never_validates(core: RunCore) -> None:
         )
 
 
-def _build_reader(core: RunCore) -> EpochReader:
-    module, data = core.module, core.data
+def _build_reader(run: RunCore) -> EpochReader:
+    module, data, trainer = run.module, run.data, run.trainer
     is_weighed = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
-    reader = EpochReader(
-        core.trainer,
-        core.strategy,
+    return EpochReader(
+        data.training,
+        lambda: trainer.accumulate_grad_batches,
+        bool(trainer.overfit_batches),
+        run.strategy,
         module.batch_weight if is_weighed else None,
-        core.move,
-        progress=core.progress,
+        run.move,
+        progress=run.progress,
         rng_replay=data.rng_replay,
         lengths=data.lengths,
         origin_of=data.epoch_position.origin,
     )
-    reader.use(data.training)
-    return reader
 
 
-def _pass_over_data(core: RunCore) -> None:
+def _pass_over_data(run: RunCore) -> None:
     """Run the training step over an epoch's data without training."""
     from drivetrain._loops.evaluate import pass_over_training_data  # only some callbacks need it
 
-    pass_over_training_data(core.data.training, core.module, core.runner, core.strategy, core.metrics, core.move)
+    pass_over_training_data(run.data.training, run.module, run.runner, run.strategy, run.metrics, run.move)
 
 
-def _prepare_stopping(core: RunCore) -> None:
+def _prepare_stopping(run: RunCore) -> None:
     """Build the request that ends training early, and the snapshot with which a run can end within a window."""
-    trainer = core.trainer
+    trainer = run.trainer
     max_time = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)
-    core.stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    run.stop = StopRequest(run.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     # After a failure, only a run of one process can save.
-    every_step = core.strategy.world_size == 1 and any(
-        isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
+    every_step = run.strategy.world_size == 1 and any(
+        isinstance(callback, SavesOnException) and callback.save_on_exception for callback in run.callbacks
     )
-    if every_step or (core.saves_on_signals and core.module.automatic_optimization):
-        core.snapshot = WindowSnapshot(core.module, core.data.rng_replay, core.metrics, core.progress, every_step)
+    if every_step or (run.saves_on_signals and run.module.automatic_optimization):
+        run.snapshot = WindowSnapshot(run.module, run.data.rng_replay, run.metrics, run.progress, every_step)
 
 
-def estimated_steps(core: RunCore) -> int | float:
+def estimated_steps(run: RunCore) -> int | float:
     """Return the number of optimizer steps of the whole run, from limits and the data; infinite without a bound."""
-    return _count_steps(core, *core.data.counted_from)
+    return _count_steps(run, *run.data.counted_from)
 
 
-def read_estimate(core: RunCore) -> int | float:
+def read_estimate(run: RunCore) -> int | float:
     """Return `estimated_steps` for user code, whose schedules may then depend on it.
 
     In `setup` of a fit, when no loaders exist yet, this function builds the training loader. It is then collective.
     """
-    core.data.estimate_was_read = True
-    if core.data.trains or core.stage != "fit":
-        return estimated_steps(core)
-    return _count_steps(core, core.data.length_before_loading())
+    run.data.estimate_was_read = True
+    if run.data.trains or run.stage != "fit":
+        return estimated_steps(run)
+    return _count_steps(run, run.data.length_before_loading())
 
 
-def _count_steps(core: RunCore, length: int | None, epoch: int = 0, done: int = 0) -> int | float:
+def _count_steps(run: RunCore, length: int | None, epoch: int = 0, done: int = 0) -> int | float:
     """Return the number of steps of a run whose epochs from ``epoch`` on have ``length`` micro-batches each.
 
     Args:
-        core: the run.
+        run: the run.
         length: the number of micro-batches of an epoch; None if it is unknown.
         epoch: the first epoch that has this length.
         done: the number of steps that were made before this epoch.
     """
-    trainer = core.trainer
+    trainer = run.trainer
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((callback for callback in core.callbacks if isinstance(callback, SchedulesWindows)), None)
+    schedule = next((callback for callback in run.callbacks if isinstance(callback, SchedulesWindows)), None)
     if schedule is None:
         steps = done + math.ceil(length / trainer.accumulate_grad_batches) * (trainer.max_epochs - epoch)
     else:
@@ -196,43 +184,29 @@ def _warn_of_loss_scale(precision: Precision, scale: float) -> None:
     )
 
 
-def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
-    """Return a runner that enters the precision's forward context; ``runner`` itself if there is no context."""
-    if not precision.has_forward_context:
-        return runner
-    # All steps share one context object, because building it costs more than entering it.
-    context = precision.forward_context()
-
-    def run(step: Callable[..., Any], *args: Any) -> Any:
-        with context:
-            return runner(step, *args)
-
-    return run
-
-
-def _build_schedulers(core: RunCore) -> Schedulers:
-    data, module = core.data, core.module
+def _build_schedulers(run: RunCore) -> Schedulers:
+    data, module = run.data, run.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     return Schedulers(
-        core.optimization.schedulers if module.automatic_optimization else [],
+        run.optimization.schedulers if module.automatic_optimization else [],
         override,
-        core.metrics,
-        estimated_steps=estimated_steps(core),
+        run.metrics,
+        estimated_steps=estimated_steps(run),
         estimated_length=None if data.reload else data.train_length,
         estimate_was_read=data.estimate_was_read,
-        warns=core.strategy.rank == 0,
+        warns=run.strategy.rank == 0,
     )
 
 
-def _build_step(core: RunCore) -> TrainStep:
-    data, optimization, trainables = core.data, core.optimization, core.trainables
+def _build_step(run: RunCore) -> TrainStep:
+    data, optimization, trainables = run.data, run.optimization, run.trainables
     assert trainables is not None
-    module, strategy = core.module, core.strategy
-    parts = module, core.runner, strategy, core.callbacks.hooks, core.metrics, trainables
+    module, strategy = run.module, run.strategy
+    parts = module, run.runner, strategy, run.callbacks.hooks, run.metrics, trainables
     if not module.automatic_optimization:
-        _check_manual(core)
+        _check_manual(run)
         return ManualStep(*parts, optimization.handles)
-    automatic_parts = *parts, optimization, core.progress, _build_clipping(core), _unscales_first(core)
+    automatic_parts = *parts, optimization, run.progress, _build_clipping(run), _unscales_first(run)
     if not optimization.closure:
         return AutomaticStep(*automatic_parts)
     if strategy.precision.scales_loss:
@@ -246,8 +220,8 @@ def _build_step(core: RunCore) -> TrainStep:
     return ClosureStep(*automatic_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
 
 
-def _check_manual(core: RunCore) -> None:
-    trainer = core.trainer
+def _check_manual(run: RunCore) -> None:
+    trainer = run.trainer
     for name, off in (("accumulate_grad_batches", (1,)), ("gradient_clip_val", (None, 0))):
         if (value := getattr(trainer, name)) not in off:
             raise ConfigurationError(
@@ -257,9 +231,9 @@ def _check_manual(core: RunCore) -> None:
             )
 
 
-def _build_clipping(core: RunCore) -> Callable[[Sequence[Optimizer]], Any] | None:
+def _build_clipping(run: RunCore) -> Callable[[Sequence[Optimizer]], Any] | None:
     """Return the function that clips gradients; None without clipping."""
-    trainer, module, strategy = core.trainer, core.module, core.strategy
+    trainer, module, strategy = run.trainer, run.module, run.strategy
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if is_overridden("configure_gradient_clipping", module, TrainModule):
 
@@ -270,44 +244,28 @@ def _build_clipping(core: RunCore) -> Callable[[Sequence[Optimizer]], Any] | Non
                 )
 
         return overridden
-    _check_clip_by_value(core)
-    if not value:
-        return None
-
-    def clip(optimizers: Sequence[Optimizer]) -> None:
-        core.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
-
-    return clip
-
-
-def _check_clip_by_value(core: RunCore) -> None:
-    """Refuse clipping by value without a limit or of complex gradients, unless the strategy clips by itself."""
-    trainer, module = core.trainer, core.module
-    value = trainer.gradient_clip_val
-    if trainer.gradient_clip_algorithm != "value" or is_overridden("clip_gradients", core.strategy, Strategy):
-        return
-    if value is None:
+    if algorithm == "value" and value is None and not is_overridden("clip_gradients", strategy, Strategy):
         raise ConfigurationError(
             "gradient_clip_algorithm='value' without gradient_clip_val.",
             "without a limit, gradients are not clipped.",
             "also set gradient_clip_val, or leave out gradient_clip_algorithm.",
         )
-    for name, parameter in module.named_parameters():
-        if value and parameter.requires_grad and parameter.is_complex():
-            raise ConfigurationError(
-                f"gradient_clip_algorithm='value' with {name!r}, which has dtype {parameter.dtype}.",
-                "complex numbers have no order, so torch cannot clip them by value.",
-                "use gradient_clip_algorithm='norm', or override configure_gradient_clipping.",
-            )
+    if not value:
+        return None
+
+    def clip(optimizers: Sequence[Optimizer]) -> None:
+        run.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
+
+    return clip
 
 
-def _unscales_first(core: RunCore) -> bool:
+def _unscales_first(run: RunCore) -> bool:
     """Return whether gradients with a loss scale are unscaled in a separate pass, rather than while they are clipped.
 
     A separate pass is needed if gradients are not clipped, or if a hook reads gradients before they are clipped.
     """
-    trainer, module, strategy = core.trainer, core.module, core.strategy
-    read_by_hooks = bool(core.callbacks.hooks.on_before_optimizer_step) or is_overridden(
+    trainer, module, strategy = run.trainer, run.module, run.strategy
+    read_by_hooks = bool(run.callbacks.hooks.on_before_optimizer_step) or is_overridden(
         "configure_gradient_clipping", module, TrainModule
     )
     clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)

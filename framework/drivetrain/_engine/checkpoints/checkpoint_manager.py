@@ -273,7 +273,7 @@ class CheckpointManager:
             logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
             return
         # The snapshot of the last window is outdated once the epoch's end, such as its validation, has begun.
-        if snapshot is not None and (is_half_step or core.position.loop == "training"):
+        if snapshot is not None and (is_half_step or core.current.loop == "training"):
             snapshot.go_back()
         if is_half_step and (snapshot is None or not snapshot.is_whole):
             kept = snapshot is not None and snapshot.every_step
@@ -286,8 +286,8 @@ class CheckpointManager:
 
     def _is_within_step(self) -> bool:
         """Return whether a run that failed did so within a micro-batch, a window, or the step of a scheduler."""
-        position, progress, loop = self._core.position, self._core.progress, self._core.loop
-        in_micro_batch = position.loop == "training" and position.current_batch == progress.batch_idx
+        current, progress, loop = self._core.current, self._core.progress, self._core.loop
+        in_micro_batch = current.loop == "training" and current.batch_idx == progress.batch_idx
         return in_micro_batch or progress.within_window or (loop is not None and loop.schedulers.is_stepping)
 
     # The rehearsal: everything that a save does, except copying and writing

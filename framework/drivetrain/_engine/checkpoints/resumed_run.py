@@ -151,12 +151,12 @@ class ResumedRun:
         """Load the state of the resumed run. Collective."""
         with self._core.span("checkpoint"):
             self._saved.load(self.checkpoint, StartsAnew.after(self._accepted))
-        self._trainables.set_resuming(True)
+        self._trainables.resuming = True
 
     def end(self) -> None:
         """Undo what ``on_fit_start`` and ``on_train_start`` froze or unfroze, and close the checkpoint."""
         self._trainables.freeze_as_saved(self._frozen, "on_fit_start or on_train_start")
-        self._trainables.set_resuming(False)
+        self._trainables.resuming = False
         self.checkpoint.close()  # the run reads nothing more from the checkpoint, which may be deleted from now on
         self.state = {}
 

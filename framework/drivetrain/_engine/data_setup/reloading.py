@@ -31,29 +31,28 @@ class Reloading:
     The generators are restored afterwards.
 
     Args:
-        core: the run.
+        run: the run.
     """
 
-    def __init__(self, core: RunCore) -> None:
-        self._core = core
-        self._every = core.trainer.reload_dataloaders_every_n_epochs
+    def __init__(self, run: RunCore) -> None:
+        self._run = run
+        self._every = run.trainer.reload_dataloaders_every_n_epochs
         self._loaded_at = 0  # the epoch of the current loaders
 
     def begin(self, resumed: ResumedRun | None) -> None:
         """Build the first loaders of the run: the loaders of epoch 0, or of the epoch in which ``resumed`` goes on."""
-        core, data = self._core, self._core.data
+        run, data = self._run, self._run.data
         data.reload = self.reload
         if resumed is not None:
             self._loaded_at = self._first_epoch(int(resumed.checkpoint.progress["epoch"]))
         self._load()
-        saved = {} if resumed is None else resumed.state.get("components") or {}
-        length, same_split = saved.get("length"), resumed is not None
-        if resumed is not None:
-            same_split = resumed.state["data"]["world_size"] == core.strategy.data_world_size
-        length = length if same_split and isinstance(length, int) else data.train_length
+        length = data.train_length
+        if resumed is not None and resumed.state["data"]["world_size"] == run.strategy.data_world_size:
+            saved = (resumed.state.get("components") or {}).get("length")
+            length = saved if isinstance(saved, int) else length
         data.counted_from = length, 0, 0
-        core.components["length"] = length
-        if core.request.train is not None and core.strategy.rank == 0:
+        run.components["length"] = length
+        if run.request.train is not None and run.strategy.rank == 0:
             logger.warning(
                 "reload_dataloaders_every_n_epochs=%d, but a training loader was passed to fit: it is not rebuilt. "
                 "Only the loaders that train_dataloader of the module or of a data module returns are rebuilt.",
@@ -69,26 +68,26 @@ class Reloading:
         """
         if self._first_epoch(epoch) == self._loaded_at:
             return
-        core, data, loop = self._core, self._core.data, self._core.loop
+        run, data, loop = self._run, self._run.data, self._run.loop
         assert loop is not None
         data.close()
         self._loaded_at = self._first_epoch(epoch)
         self._load()
-        check_ranks_agree(core.strategy.control, data.facts())
-        core.components["data"] = data_facts(data.train, data.loaders)
+        check_ranks_agree(run.strategy.control, data.facts())
+        run.components["data"] = data_facts(data.train, data.loaders)
         loop.reader.use(data.training)
-        loop.validation.renew(build_validation(core) if data.validates else None, data.train_length)
+        loop.validation.renew(build_validation(run) if data.validates else None, data.train_length)
 
     def _first_epoch(self, epoch: int) -> int:
         """Return the first of the epochs that share the loaders of ``epoch``."""
         return epoch - epoch % self._every
 
     def _load(self) -> None:
-        progress = self._core.progress
+        progress = self._run.progress
         current, progress.epoch = progress.epoch, self._loaded_at
         try:
-            with preserved_generators(self._core.strategy.device):
-                seed_rank(derive_seed(_LOADER_SEED, self._core.data.seed, self._loaded_at), 0)
-                self._core.data.load()
+            with preserved_generators(self._run.strategy.device):
+                seed_rank(derive_seed(_LOADER_SEED, self._run.data.seed, self._loaded_at), 0)
+                self._run.data.load()
         finally:
             progress.epoch = current

@@ -128,6 +128,11 @@ class RunData(StageLoaders):
             # Building validation loaders must not change the random numbers that training draws.
             with preserved_generators(torch.device("cpu")):
                 self._load_evaluation("validate")
+        elif request.evaluate is not None and self._strategy.control.rank == 0:
+            name = type(request.module).__name__
+            logger.warning(
+                "fit was given validation loaders, and %s has no validation_step: nothing is validated.", name
+            )
 
     def length_before_loading(self) -> int | None:
         """Return the number of micro-batches of a training epoch in ``setup``, before `load`. Collective.

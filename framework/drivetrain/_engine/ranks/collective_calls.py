@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -29,11 +30,11 @@ def check_collective(run: RunCore, kind: str) -> None:
     Raises:
         DistributedError: ranks did not reach the call in time, or reached another call. The error names them.
     """
-    control, progress, position = run.strategy.control, run.progress, run.position
+    control, progress, current = run.strategy.control, run.progress, run.current
     if control.world_size > 1:
-        place = "between loops" if position.loop is None else f"{position.loop} batch {position.current_batch}"
+        place = "between loops" if current.loop is None else f"{current.loop} batch {current.batch_idx}"
         purpose = f"{kind} ({place}, epoch {progress.epoch}, global step {progress.global_step})"
-        control.monitored_barrier(purpose, timeout=None if position.loop in _APART else _ARRIVAL_TIMEOUT)
+        control.monitored_barrier(purpose, timeout=None if current.loop in _APART else _ARRIVAL_TIMEOUT)
 
 
 def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
@@ -42,6 +43,8 @@ def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
     ``training_step`` may gather in every step, so it waits for the other ranks only in the first window in which it
     does.
     """
+    from lightning_utilities.core.apply_func import apply_to_collection  # importing Fit does not need it
+
     if not _is_in_later_window(run, sys._getframe(1)):
         check_collective(run, "all_gather")
     strategy = run.strategy
@@ -49,12 +52,13 @@ def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
     def gathered(value: Any) -> Any:
         return strategy.all_gather(value, sync_grads) if isinstance(value, torch.Tensor) else value
 
-    return map_tensors(_as_tensors(data, strategy.device), gathered)
+    numbers_as_tensors = partial(torch.tensor, device=strategy.device)
+    return map_tensors(apply_to_collection(data, (bool, int, float), numbers_as_tensors), gathered)
 
 
 def _is_in_later_window(run: RunCore, frame: FrameType | None) -> bool:
     """Return whether ``training_step`` runs in ``frame``, and a window has closed since it first called."""
-    if run.position.loop != "training":
+    if run.current.loop != "training":
         return False
     step = getattr(run.module.training_step, "__code__", None)
     while frame is not None and frame.f_code is not step:
@@ -63,13 +67,3 @@ def _is_in_later_window(run: RunCore, frame: FrameType | None) -> bool:
         return False
     run.first_gather = run.first_gather or run.progress.window
     return run.progress.window != run.first_gather
-
-
-def _as_tensors(data: Any, device: torch.device) -> Any:
-    if isinstance(data, bool | int | float):
-        return torch.tensor(data, device=device)
-    if isinstance(data, dict):
-        return {key: _as_tensors(value, device) for key, value in data.items()}
-    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
-        return type(data)(_as_tensors(value, device) for value in data)
-    return data

@@ -16,14 +16,20 @@ from drivetrain.errors import LossSpikeError, NonFiniteError
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_core import RunCore
 
-_MIXED_TENSORS_MESSAGE = "got mixed torch.Tensor and DTensor"
-"""Text of torch's error for an operation on a sharded parameter and a whole tensor."""
-
-_INFERENCE_TENSOR_MESSAGES = (
-    "Inference tensors cannot be saved for backward",
-    "inference tensor outside InferenceMode",
-)
-"""Texts of torch's errors for a tensor that was created in inference mode and is used where gradients are needed."""
+_KNOWN_FIXES = {
+    "got mixed torch.Tensor and DTensor": (
+        "in hooks and in compiled steps, a sharded parameter is a DTensor outside of the forward of its unit. Compute "
+        "with parameter.full_tensor(), on every rank. In a step that is not compiled, sharded parameters and plain "
+        "tensors may be combined, if its first call combines some: add a penalty that begins later with a factor of 0. "
+        "A teacher is moved in on_train_batch_end, where all weights are DTensors (docs/averaging.md)."
+    ),
+    **dict.fromkeys(
+        ("Inference tensors cannot be saved for backward", "inference tensor outside InferenceMode"),
+        "evaluation runs in torch.inference_mode, and autograd cannot use a tensor that was kept from an evaluation (a "
+        "cache, a running mean). Use Fit(inference_mode=False), or clone the tensor in training_step.",
+    ),
+}
+"""Fixes by texts of torch's errors about sharded parameters, and about tensors from an evaluation."""
 
 
 def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
@@ -42,44 +48,28 @@ def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
     places = [f"rank {run.strategy.rank}"]
     if trains:
         places += [f"epoch {progress.epoch}", f"global step {progress.global_step}"]
-    position = run.position
-    if position.loop == "training" and metrics.batch is None:
+    current = run.current
+    if current.loop == "training" and metrics.batch is None:
         # The error was raised while the next batch was being read.
         places.append(f"after {progress.batch_idx} batches of the epoch")
-    elif position.loop is not None:
-        prefix = "" if position.loop == "training" else f"{position.loop} "
-        places.append(f"{prefix}batch index {position.current_batch}")
+    elif current.loop is not None:
+        prefix = "" if current.loop == "training" else f"{current.loop} "
+        places.append(f"{prefix}batch index {current.batch_idx}")
     if len(places) > 1 or run.strategy.world_size > 1:
         error.add_note("Where: " + ", ".join(places))
 
 
 def note_known_fixes(error: BaseException) -> None:
     """Add a note with a fix to torch's errors about tensors from an evaluation, and about sharded parameters."""
-    if isinstance(error, RuntimeError) and _MIXED_TENSORS_MESSAGE in str(error):
-        error.add_note(
-            "Fix: in hooks and in compiled steps, a sharded parameter is a DTensor outside of the forward of its unit. "
-            "Compute with parameter.full_tensor(), on every rank. In a step that is not compiled, sharded parameters "
-            "and plain tensors may be combined, if its first call combines some: add a penalty that begins later with "
-            "a factor of 0. A teacher is moved in on_train_batch_end, where all weights are DTensors "
-            "(docs/averaging.md)."
-        )
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE_TENSOR_MESSAGES):
-        error.add_note(
-            "Fix: evaluation runs in torch.inference_mode, and autograd cannot use a tensor that was kept from an "
-            "evaluation (a cache, a running mean). Use Fit(inference_mode=False), or clone the tensor in training_step."
-        )
-
-
-def print_peer_failure(error: RankFailedError, rank: int) -> None:
-    """Print the failure of another rank as one line if it ends this process, which has the rank ``rank``.
-
-    Only the rank that failed first prints a traceback, so that the tracebacks of the other ranks do not hide it.
-    """
-    print_in_one_line(error, f"Rank {rank} ends because another rank failed: {error.failure.one_line_summary()}")
+    for text, fix in _KNOWN_FIXES.items():
+        if isinstance(error, RuntimeError) and text in str(error):
+            error.add_note(f"Fix: {fix}")
 
 
 def print_in_one_line(error: BaseException, summary: str) -> None:
     """Make Python print ``summary`` and the error's notes instead of a traceback if ``error`` ends the process.
+
+    Only the rank that failed first prints a traceback, so that the tracebacks of the other ranks do not hide it.
 
     `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches and drops the error
     gets the previous hook back. A hook of the user is never replaced. docs/decisions/0024 gives the reasons.

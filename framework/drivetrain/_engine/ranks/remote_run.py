@@ -29,7 +29,7 @@ def run_in_other_processes(
     request: RunRequest,
     placement: Placement,
     device: str,
-    launch: Callable[[RunRequest], Any],
+    run_entry_point: Callable[[RunRequest], Any],
 ) -> Any:
     """Run a stage on ranks that the launcher starts, and return its result.
 
@@ -40,34 +40,28 @@ def run_in_other_processes(
         request: the run.
         placement: the placement of this node's first rank.
         device: the type of the device that each rank uses.
-        launch: runs a request on one rank.
+        run_entry_point: runs a request on one rank.
     """
     trainer = request.trainer
     signals = handled_signals(trainer.preemption_signals, os.environ, request.stage)
     try:
-        outcome = launcher.call(placement, _run_rank, launch, request, device=device, signals=signals)
+        outcome = launcher.call(placement, _run_rank, run_entry_point, request, device=device, signals=signals)
     except BaseException as error:
         trainer.state = "interrupted"
         interruption = as_interruption(error, signals) if isinstance(error, RankFailedError) else error
         if interruption is error:
             raise
         raise interruption from error
-    if not isinstance(outcome, RemoteResult):
-        raise ConfigurationError(
-            f"{type(launcher).__name__}.call returned a {type(outcome).__name__}.",
-            "it must call the function on every rank, and return the value from rank 0.",
-            "return the value from rank 0 unchanged.",
-        )
     _apply_result(outcome, placement, request)
     return outcome.result
 
 
-def _run_rank(launch: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult | None:
+def _run_rank(run_entry_point: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult | None:
     """Run one rank in a process that was started for the rank. Only the first rank of a node returns its result."""
     trainer = request.trainer
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
-    result = launch(request)
+    result = run_entry_point(request)
     return RemoteResult.of(request, result) if trainer.local_rank == 0 else None
 
 
@@ -78,16 +72,16 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
         trainer.chosen_strategy = trainer.resolved_strategy(placement.world_size)
     trainer.chosen_strategy.placement = placement
     session = Session(request, trainer.chosen_strategy, LaunchedProcesses(placement, "function"))
-    core = session.core
-    core.progress.load_state_dict(outcome.progress)
-    core.progress.cut_short = core.progress.batch_idx > 0
-    core.metrics.restore(outcome.metrics)
-    core.folder.adopt(outcome.folder)
+    run = session.run
+    run.progress.load_state_dict(outcome.progress)
+    run.progress.cut_short = run.progress.batch_idx > 0
+    run.metrics.restore(outcome.metrics)
+    run.folder.adopt(outcome.folder)
     if trainer.loggers:
         from drivetrain._engine.run_location import hand_out  # only runs that log need it
 
-        hand_out(trainer.loggers, core.folder)
-    trainer.run_state = core
+        hand_out(trainer.loggers, run.folder)
+    trainer.run_state = run
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         if state:
@@ -133,8 +127,8 @@ class RemoteResult:
     @classmethod
     def of(cls, request: RunRequest, result: Any) -> Self:
         """Collect the state after a run of which ``result`` is the return value."""
-        trainer, module, core = request.trainer, request.module, request.trainer.run_state
-        assert isinstance(core, RunCore)
+        trainer, module, run = request.trainer, request.module, request.trainer.run_state
+        assert isinstance(run, RunCore)
         sent = nn.Module() if request.trial else module  # the weights of a trial are discarded
         return cls(
             result=result,
@@ -143,11 +137,11 @@ class RemoteResult:
             structure=_structure(sent),
             trains={name: parameter.requires_grad for name, parameter in sent.named_parameters()},
             extra={name: layer.get_extra_state() for name, layer in _with_extra_state(sent)},
-            progress=core.progress.state_dict(),
-            metrics={name: float(value) for name, value in core.metrics.callback_metrics().items()},
+            progress=run.progress.state_dict(),
+            metrics={name: float(value) for name, value in run.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
-            folder=core.folder,
+            folder=run.folder,
         )
 
     def fill(self, module: TrainModule) -> None:
@@ -178,21 +172,17 @@ class RemoteResult:
             layer.set_extra_state(self.extra[name])
 
     def _rebuild(self, module: TrainModule) -> None:
-        cause: Exception | None = None
         with torch.random.fork_rng(devices=[]):  # values are copied later, so draws here must not count
-            try:
-                module.configure_model()
-            except Exception as error:
-                cause = error
+            module.configure_model()
         different = _structure(module) ^ self.structure
         if different:
             raise ConfigurationError(
                 f"{type(module).__name__} has other layers in this process than in the run: "
                 f"{listed(sorted(different))}.",
                 "weights come back from the run's processes as a state dict, and calling configure_model in this "
-                + ("process does not build the layers of the run." if cause is None else f"process failed: {cause}"),
+                "process does not build the layers of the run.",
                 "build all layers in __init__ or in configure_model, or use launcher='subprocess'.",
-            ) from cause
+            )
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

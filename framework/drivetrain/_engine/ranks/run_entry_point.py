@@ -1,4 +1,4 @@
-"""Launches a run in this process, among processes that exist already, or in processes started for the run."""
+"""Runs an entry point in this process, among processes that exist already, or in processes started for the run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import torch
 
 from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.assembly.strategy_checks import asks_for_sync_batchnorm
-from drivetrain._engine.ranks.error_reporting import print_in_one_line, print_peer_failure
+from drivetrain._engine.ranks.error_reporting import print_in_one_line
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain.environments import Placement, resolve_environment
-from drivetrain.errors import ConfigurationError
+from drivetrain.environments import resolve_environment
 from drivetrain.launchers import (
     LaunchedProcesses,
     Launcher,
@@ -37,7 +35,7 @@ logger = logging.getLogger("drivetrain")
 DEFAULT_MAX_EPOCHS = 1000
 
 
-def launch(request: RunRequest) -> Any:
+def run_entry_point(request: RunRequest) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
     from drivetrain._engine.assembly.class_checks import check_requirements  # importing Fit does not need it
 
@@ -71,29 +69,18 @@ def launch(request: RunRequest) -> Any:
         if processes is None:
             launcher = choose_launcher(launcher or setting, placement.local_world_size)
             if type(launcher).launch is not Launcher.launch:
-                processes = _started(launcher, placement)
+                processes = launcher.launch(placement)
         if processes is not None:
             return run_here(request, processes)
     except RankFailedError as error:
-        known = processes or current_processes()
-        print_peer_failure(error, 0 if known is None else known.placement.rank)
+        known, summary = processes or current_processes(), error.failure.one_line_summary()
+        rank = 0 if known is None else known.placement.rank
+        print_in_one_line(error, f"Rank {rank} ends because another rank failed: {summary}")
         raise
     from drivetrain._engine.ranks.remote_run import run_in_other_processes  # only runs in other processes need it
 
     assert isinstance(launcher, Launcher)
-    return run_in_other_processes(launcher, request, placement, devices.type, launch)
-
-
-def _started(launcher: Launcher, placement: Placement) -> LaunchedProcesses:
-    """Start the other processes of this node, which run the caller's script, and return all processes of the run."""
-    processes = launcher.launch(placement)
-    if not isinstance(processes, LaunchedProcesses):
-        raise ConfigurationError(
-            f"{type(launcher).__name__}.launch returned a {type(processes).__name__}.",
-            "nothing was trained.",
-            "return the LaunchedProcesses that represent the run's processes.",
-        )
-    return processes
+    return run_in_other_processes(launcher, request, placement, devices.type, run_entry_point)
 
 
 def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
@@ -110,15 +97,13 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
         trainer.max_epochs = DEFAULT_MAX_EPOCHS
         if strategy.rank == 0:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
-    if strategy.rank == 0:
-        _warn_of_unused_loader(request)
     session_class = Session
     if trainer.given_profiler is not None:
         from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
 
         session_class = ProfiledSession
     session = session_class(request, strategy, processes)
-    trainer.run_state = session.core
+    trainer.run_state = session.run
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     began_on_meta = _has_meta_parameters(request.module)
     threads = torch.get_num_threads()
@@ -144,7 +129,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
             )
 
             written, opened = session.checkpoints.written, session.checkpoints.opened
-            note_missing_weights(session.core, written, "" if opened is None else opened.path, began_on_meta)
+            note_missing_weights(session.run, written, "" if opened is None else opened.path, began_on_meta)
         torch.set_num_threads(threads)
         strategy.sync_batchnorm = sync_batchnorm_before  # the user may pass the strategy to another `Fit`
     trainer.state = "finished"
@@ -153,13 +138,3 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
 
 def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _warn_of_unused_loader(request: RunRequest) -> None:
-    """Warn that validation loaders were given to a module without a ``validation_step``."""
-    module, passed = request.module, request.evaluate is not None
-    if request.stage == "fit" and passed and not is_overridden("validation_step", module, TrainModule):
-        logger.warning(
-            "fit was given validation loaders, and %s has no validation_step: nothing is validated.",
-            type(module).__name__,
-        )
