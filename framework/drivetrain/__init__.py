@@ -5,9 +5,9 @@ Public names are imported on first use, so that ``import drivetrain`` takes no l
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from drivetrain._runtime.lazy_names import lazy_names
 from drivetrain._utilities_rank import set_rank_on_import
 
 if TYPE_CHECKING:
@@ -44,90 +44,39 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULE_BY_NAME = {
-    "Callback": "drivetrain.callback",
-    "CheckpointError": "drivetrain.errors",
-    "ConfigurationError": "drivetrain.errors",
-    "DataModule": "drivetrain.data",
-    "DistributedError": "drivetrain.errors",
-    "DrivetrainError": "drivetrain.errors",
-    "Fit": "drivetrain.fit",
-    "Logger": "drivetrain.loggers",
-    "LossSpikeError": "drivetrain.errors",
-    "NonFiniteError": "drivetrain.errors",
-    "Precision": "drivetrain.precision",
-    "RunContext": "drivetrain.run_context",
-    "Strategy": "drivetrain.strategies.strategy",
-    "TrainModule": "drivetrain.module.train_module",
-    "grad_norm": "drivetrain._module.gradient_norms",
-    "rank_zero_info": "drivetrain._rank_zero",
-    "rank_zero_only": "drivetrain._rank_zero",
-    "rank_zero_warn": "drivetrain._rank_zero",
-    "seed_everything": "drivetrain._runtime.seed",
+_HOME = {
+    "Callback": ".callback",
+    "CheckpointError": ".errors",
+    "ConfigurationError": ".errors",
+    "DataModule": ".data",
+    "DistributedError": ".errors",
+    "DrivetrainError": ".errors",
+    "Fit": ".fit",
+    "Logger": ".loggers",
+    "LossSpikeError": ".errors",
+    "NonFiniteError": ".errors",
+    "Precision": ".precision",
+    "RunContext": ".run_context",
+    "Strategy": ".strategies.strategy",
+    "TrainModule": ".module.train_module",
+    "callbacks": ".callbacks",
+    "checkpoint": ".checkpoint",
+    "data": ".data",
+    "environments": ".environments",
+    "grad_norm": "._module.gradient_norms",
+    "launchers": ".launchers",
+    "loggers": ".loggers",
+    "precision": ".precision",
+    "profilers": ".profilers",
+    "rank_zero_info": "._rank_zero",
+    "rank_zero_only": "._rank_zero",
+    "rank_zero_warn": "._rank_zero",
+    "seed_everything": "._runtime.seed",
+    "strategies": ".strategies",
+    "testing": ".testing",
+    "tuner": ".tuner",
 }
-_SUBMODULES = frozenset(
-    {
-        "callbacks",
-        "checkpoint",
-        "data",
-        "environments",
-        "launchers",
-        "loggers",
-        "precision",
-        "profilers",
-        "strategies",
-        "testing",
-        "tuner",
-    }
-)
-
-__all__ = [
-    "Callback",
-    "CheckpointError",
-    "ConfigurationError",
-    "DataModule",
-    "DistributedError",
-    "DrivetrainError",
-    "Fit",
-    "Logger",
-    "LossSpikeError",
-    "NonFiniteError",
-    "Precision",
-    "RunContext",
-    "Strategy",
-    "TrainModule",
-    "callbacks",
-    "checkpoint",
-    "data",
-    "environments",
-    "grad_norm",
-    "launchers",
-    "loggers",
-    "precision",
-    "profilers",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-    "seed_everything",
-    "strategies",
-    "testing",
-    "tuner",
-]
-
 
 set_rank_on_import()
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_BY_NAME:
-        value = getattr(import_module(_MODULE_BY_NAME[name]), name)
-    elif name in _SUBMODULES:
-        value = import_module(f"drivetrain.{name}")
-    else:
-        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    globals()[name] = value  # so that later look-ups do not call `__getattr__`
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

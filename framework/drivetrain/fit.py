@@ -21,7 +21,7 @@ from drivetrain._run_state import RunState
 from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
-from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
+from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback, SearchesBeforeLaunch
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
@@ -149,10 +149,6 @@ class Fit(RunContext):
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
             self.chosen_strategy = strategy_by_name(strategy)
-        elif not isinstance(strategy, str | Strategy):
-            raise ConfigurationError(
-                f"strategy={strategy!r}.", "strategy= takes a name or a Strategy.", "use 'ddp', or DDPStrategy(...)."
-            )
         self.loggers = default_loggers(
             logger, self.default_root_dir, only_check=bool(self.fast_dev_run) or self.barebones
         )
@@ -305,7 +301,14 @@ class Fit(RunContext):
             if ckpt_path is None and best and self.run_state.stage == "fit":
                 logger.info("%s was given no module: it uses the last run's, with the weights of %s.", stage, best)
                 ckpt_path = best
-        return self._launch(stage, module, None, loaders, datamodule, ckpt_path, return_predictions, averaged=averaged)
+        if averaged is not None and ckpt_path is None:
+            raise ConfigurationError(
+                f"{stage}(averaged={averaged}) without a checkpoint.",
+                "averaged chooses between the weights of a checkpoint; without one, the module is used as it is.",
+                "pass ckpt_path=..., or leave averaged out.",
+            )
+        options = {"averaged": averaged, "return_predictions": return_predictions}
+        return self._launch(stage, module, None, loaders, datamodule, ckpt_path, **options)
 
     def _launch(
         self,
@@ -315,16 +318,9 @@ class Fit(RunContext):
         evaluate: Any,
         datamodule: DataModule | None,
         ckpt_path: Any,
-        return_predictions: bool = True,
-        allow: tuple[str, ...] = (),
-        averaged: bool | None = None,
+        **options: Any,
     ) -> Any:
-        if module is None:
-            raise ConfigurationError(
-                f"{stage} was given no module.",
-                "no earlier run of this Fit provides one.",
-                f"pass a module: Fit().{stage}(module, ...).",
-            )
+        """Carry out the `RunRequest` with these ``options``."""
         if not isinstance(datamodule, DataModule | None):
             raise ConfigurationError(
                 f"{stage} was given a {type(datamodule).__name__} as its datamodule.",
@@ -336,19 +332,8 @@ class Fit(RunContext):
             raise _under_way(stage, self.module)
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else _checkpoint_path(ckpt_path)
-        if averaged is not None:
-            from drivetrain.checkpoint.averaged_weights import check_averaged  # only runs with checkpoints need it
-
-            check_averaged(averaged)
-            if path is None:
-                raise ConfigurationError(
-                    f"{stage}(averaged={averaged}) without a checkpoint.",
-                    "averaged chooses between the weights of a checkpoint; without one, the module is used as it is.",
-                    "pass ckpt_path=..., or leave averaged out.",
-                )
         self._log_queue = None  # discards the rows that a failed run has not delivered
-        data = train, evaluate, datamodule
-        request = RunRequest(self, stage, module, *data, path, return_predictions, allow, averaged=averaged)
+        request = RunRequest(self, stage, module, train, evaluate, datamodule, path, **options)
         try:
             if any(isinstance(callback, SearchesBeforeLaunch) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
@@ -363,13 +348,13 @@ def check_module(call: str, module: Any) -> None:
     """Check that ``module`` can be run.
 
     Raises:
-        ConfigurationError: it is no `TrainModule`, or it is in a run.
+        ConfigurationError: it is None or no `TrainModule`, or it is in a run.
     """
     if not isinstance(module, TrainModule):
         is_class = isinstance(module, type)
-        given_type = f"the class {module.__name__}" if is_class else f"a {type(module).__name__}"
+        given = f"the class {module.__name__}" if is_class else f"a {type(module).__name__}"
         raise ConfigurationError(
-            f"{call} was given {given_type} in place of the module.",
+            f"{call} was given no module." if module is None else f"{call} was given {given} in place of the module.",
             "the engine calls the steps and the hooks of a drivetrain.TrainModule; data is the second argument.",
             "subclass TrainModule, write training_step and configure_optimizers, and call "
             f"{call}({module.__name__ if is_class else 'Model'}(...), data); to compile: Fit(compile=True).",
@@ -391,14 +376,7 @@ def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
     """Return a keyword or URL unchanged, and a local path as an absolute one."""
     if ckpt_path in CKPT_PATH_KEYWORDS:
         return str(ckpt_path)
-    resolved = resolved_path(ckpt_path, "ckpt_path")
-    if lacks_its_start(resolved):
-        raise ConfigurationError(
-            f"ckpt_path={resolved!r}: {REMOVED}.",
-            "a relative path begins there.",
-            "pass an absolute path or a URL, or change to a folder that exists.",
-        )
-    return resolved
+    return resolved_path(ckpt_path, "ckpt_path")
 
 
 def _either(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:

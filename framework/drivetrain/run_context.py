@@ -319,19 +319,11 @@ class RunContext(FitArguments):
         return getattr(self.precision, "scaler", None)
 
     @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+    def init_module(self) -> Iterator[None]:
         """Return a context in which modules are built in the run's dtype and, unless sharded, on the run's device.
 
-        Args:
-            empty_init: None or False; True is refused. Layers that are too large to initialize here are built in
-                ``configure_model``.
+        Layers that are too large to initialize here are built in ``configure_model``.
         """
-        if empty_init:
-            raise ConfigurationError(
-                "init_module(empty_init=True).",
-                "the parameters of a module built this way have no values until a checkpoint is loaded.",
-                "build large layers in configure_model, which the strategy calls in the way that suits sharding.",
-            )
         strategy = self.strategy
         on_device = nullcontext() if strategy.shards_parameters else strategy.device
         with strategy.precision.module_init_context(), on_device:
@@ -747,9 +739,11 @@ class RunContext(FitArguments):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.foreign_names import trainer_attribute_error  # only an error needs it
+            from drivetrain._config.foreign_names import TRAINER_ATTRIBUTES  # only an error needs it
 
-            raise AttributeError(trainer_attribute_error(type(self).__name__, name))
+            replacement = TRAINER_ATTRIBUTES.get(name.lstrip("_"))
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message if replacement is None else f"{message}: {replacement}.")
 
 
 @cache

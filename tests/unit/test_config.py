@@ -82,41 +82,28 @@ def test_a_variable_is_read_by_the_annotation(monkeypatch: Any, variable: str, v
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "accepts"),
+    ("variable", "text", "takes"),
     [
-        *(("MAX_EPOCHS", text, "a whole number or none") for text in ("many", "1.5", "true", "")),
-        *(("INFERENCE_MODE", text, "true or false") for text in ("1", "none")),
-        ("DETERMINISTIC", "always", "true or false or 'warn' or none"),
-        ("GRADIENT_CLIP_VAL", "[1.0]", "a whole number or a number with a decimal point or none"),
+        *(("MAX_EPOCHS", text, "int | None") for text in ("many", "1.5", "true", "")),
+        *(("INFERENCE_MODE", text, "bool") for text in ("1", "none")),
+        ("DETERMINISTIC", "always", "bool | Literal['warn'] | None"),
+        ("GRADIENT_CLIP_VAL", "[1.0]", "int | float | None"),
+        ("CALLBACKS", "Timer", "Callback | list[Callback] | None"),
     ],
 )
-def test_a_value_of_another_type_is_refused(monkeypatch: Any, variable: str, text: str, accepts: str) -> None:
+def test_a_value_of_another_type_is_refused(monkeypatch: Any, variable: str, text: str, takes: str) -> None:
     monkeypatch.setenv(f"DRIVETRAIN_{variable}", text)
     with pytest.raises(ConfigurationError) as caught:
         Fit(**{variable.lower(): None})  # type: ignore[arg-type]  # checked although code overrides it
-    message = str(caught.value)
+    message = str(caught.value).replace('"', "'")
     assert f"DRIVETRAIN_{variable}" in message
     assert repr(text) in message
-    assert f"accepts {accepts}." in message
-
-
-@pytest.mark.parametrize("name", ["callbacks", "plugins"])
-def test_objects_come_from_code_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    refused = f"{name} takes Python objects.*\n.*Pass {name}= in code"
-    monkeypatch.setenv(f"DRIVETRAIN_{name.upper()}", "[]")
-    with pytest.raises(ConfigurationError, match=refused):
-        Fit()
-    monkeypatch.delenv(f"DRIVETRAIN_{name.upper()}")
-    (tmp_path / "drivetrain.toml").write_text(f"{name} = []\n")
-    with pytest.raises(ConfigurationError, match=refused):
-        Fit()
+    assert f"{variable.lower()} takes {takes}" in message
 
 
 def test_an_unknown_name_gets_the_nearest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # A-07, G-06
     with pytest.raises(ConfigurationError, match=r"Fit\(\) has no argument 'max_epoch'. Did you mean 'max_epochs'\?"):
         Fit(max_epoch=3)  # type: ignore[call-arg]
-    with pytest.raises(ConfigurationError, match=r"got positional arguments: 'ddp'"):
-        Fit("ddp")  # type: ignore[call-arg]
     for variable in ("DRIVETRAIN_MAX_EPOCH", "DRIVETRAIN_max_epochs"):
         message = rf"(?s){variable}='3'.*Did you mean 'DRIVETRAIN_MAX_EPOCHS'\?.*Unset {variable}, or"
         monkeypatch.setenv(variable, "3")
@@ -143,28 +130,24 @@ def test_a_file_named_by_a_variable_replaces_the_default_one(monkeypatch: pytest
 
 def test_an_invalid_file_and_a_missing_one_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "drivetrain.toml"
-    for text, match in (("max_epochs = ", "is not TOML"), ('max_epochs = "3"', "accepts a whole")):
+    for text, match in (("max_epochs = ", "cannot be read"), ('max_epochs = "3"', "takes int")):
         path.write_text(text)
         with pytest.raises(ConfigurationError, match=match) as caught:
             Fit()
         assert str(path) in str(caught.value)
     for name in ("missing.toml", ""):
         monkeypatch.setenv("DRIVETRAIN_CONFIG", name)
-        with pytest.raises(ConfigurationError, match=f"DRIVETRAIN_CONFIG='{name}' cannot be read"):
+        with pytest.raises(ConfigurationError, match=f"{tmp_path / name} cannot be read"):
             Fit()
 
 
-def test_settings_print_as_a_table_and_travel_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_print_and_travel_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
     settings = Fit(max_epochs=3).settings
-    lines = [line.split() for line in str(settings).splitlines()]
-    assert lines[0] == ["setting", "value", "source"]
-    assert len(lines) == 1 + len(settings)
-    assert ["devices", "2", "environment", "DRIVETRAIN_DEVICES"] in lines
-    assert ["max_epochs", "3", "code"] in lines
+    lines = str(settings).splitlines()
+    assert len(lines) == len(settings)
+    assert "devices=2 (environment DRIVETRAIN_DEVICES)" in lines
     assert pickle.loads(pickle.dumps(settings)) == settings
-    with pytest.raises(TypeError):
-        settings["devices"] = settings["max_epochs"]  # type: ignore[index]
 
 
 def test_a_timeout_may_be_seconds() -> None:  # S-17

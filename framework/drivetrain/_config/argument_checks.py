@@ -27,17 +27,11 @@ COUNTS = {
     "accumulate_grad_batches": 1,
     "check_val_every_n_epoch": 1,
     "num_sanity_val_steps": -1,
+    "fast_dev_run": 0,
     "log_every_n_steps": 0,
     "reload_dataloaders_every_n_epochs": 0,
 }
-"""The arguments that are integers, or None where their types accept it, with the smallest value of each."""
-
-CHECKED_WITH_ITS_VALUE = {
-    *LIMITS,
-    *COUNTS,
-    *("val_check_interval", "strategy", "callbacks", "accelerator", "devices", "max_time"),
-}
-"""The arguments whose own check refuses values of any type, with a fix for the argument."""
+"""The arguments that are integers, or None or a bool where their types accept it, with the smallest value of each."""
 
 NOT_IN_BAREBONES = (
     *("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger", "profiler"),
@@ -61,9 +55,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     _check_limit("val_check_interval", values["val_check_interval"], allow_zero=False)
     for name, lowest in COUNTS.items():
         if values[name] is not None:
-            _check_count(name, values[name], lowest)
-    if not isinstance(values["fast_dev_run"], bool):
-        _check_count("fast_dev_run", values["fast_dev_run"], lowest=0)
+            check_count("Fit", name, int(values[name]), lowest, "a count")
     _check_order(values, "min_epochs", "max_epochs")
     _check_order(values, "min_steps", "max_steps")
     if values["max_time"] is not None:
@@ -103,18 +95,30 @@ def check_types(owner: type, values: Mapping[str, Any]) -> None:
             names are ignored.
 
     Raises:
-        ConfigurationError: a value has another type. A number may also be one of NumPy's, and every value is a bool.
+        ConfigurationError: a value has another type. A number may also be one of NumPy's.
     """
     initializer: Any = vars(owner)["__init__"]
     for name, annotation in inspect.get_annotations(initializer, eval_str=True).items():
-        takes_bool = bool in (annotation, *get_args(annotation))
-        if name in values and not takes_bool and not fits(values[name], annotation):
-            raise ConfigurationError(
-                f"{owner.__name__}({name}={values[name]!r}).",
-                f"a value of type {type(values[name]).__name__} was given, and the type of {name} is "
-                f"{initializer.__annotations__[name]}.",
-                f"give a value of this type; the documentation of {owner.__name__} describes it.",
-            )
+        if name in values and not fits(values[name], annotation):
+            what = f"{owner.__name__}({name}={values[name]!r})"
+            raise type_error(what, name, values[name], initializer.__annotations__[name])
+
+
+def type_error(what: str, name: str, value: Any, annotation: str) -> ConfigurationError:
+    """Return the error for an argument of another type than its annotation's.
+
+    Args:
+        what: the argument with its value, as it was given.
+        name: the argument.
+        value: its value.
+        annotation: the annotation, as it is written.
+    """
+    hint = nearest(value, re.findall(r"'(\w+)'", annotation)) if isinstance(value, str) else ""
+    return ConfigurationError(
+        f"{what}.{hint}",
+        f"{name} takes {annotation}, and a {type(value).__name__} was given.",
+        "pass a value of this type.",
+    )
 
 
 def fits(value: Any, annotation: Any) -> bool:
@@ -209,19 +213,12 @@ def signal_numbers(names: Any) -> list[int]:
     Raises:
         ConfigurationError: a name is not the name of a signal, or the signal cannot be handled.
     """
-    numbers = []
-    for name in [names] if isinstance(names, str) else names:
-        number = signal.__dict__.get(name) if isinstance(name, str) and name.startswith("SIG") else None
-        if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
-            known = [known_signal.name for known_signal in signal.Signals]
-            raise ConfigurationError(
-                f"preemption_signals={names!r}: {name!r} is not a signal that a process can handle."
-                f"{nearest(str(name), known)}",
-                "on these signals a run saves a checkpoint and exits, so that it can be resumed.",
-                "use names such as 'SIGTERM', ['SIGTERM', 'SIGUSR1'], 'auto', or None for none.",
-            )
-        numbers.append(int(number))
-    return numbers
+    catchable = [each.name for each in signal.Signals if each.name not in ("SIGKILL", "SIGSTOP")]
+    chosen = [names] if isinstance(names, str) else names
+    for name in chosen:
+        meaning = "a signal on which a run saves a checkpoint and exits"
+        check_choice("Fit", "preemption_signals", name, catchable, meaning)
+    return [int(signal.Signals[name]) for name in chosen]
 
 
 def _check_limit(name: str, value: Any, allow_zero: bool = True) -> None:
@@ -237,15 +234,6 @@ def _check_limit(name: str, value: Any, allow_zero: bool = True) -> None:
         )
 
 
-def _check_count(name: str, value: Any, lowest: int) -> None:
-    if type(value) is not int or value < lowest:
-        raise ConfigurationError(
-            f"{name}={value!r}.",
-            f"{name} must be an int >= {lowest}.",
-            f"use a value such as {name}={max(lowest, 1)}.",
-        )
-
-
 def _check_order(values: Mapping[str, Any], low: str, high: str) -> None:
     smallest, largest = values[low], values[high]
     if smallest is not None and largest is not None and 0 <= largest < smallest:
@@ -258,7 +246,7 @@ def _check_order(values: Mapping[str, Any], low: str, high: str) -> None:
 
 def _check_clipping(value: Any, algorithm: Any) -> None:
     check_choice("Fit", "gradient_clip_algorithm", algorithm, CLIP_ALGORITHMS, "how gradients are clipped")
-    if value is not None and (not isinstance(value, int | float) or not value >= 0):
+    if value is not None and not value >= 0:
         raise ConfigurationError(
             f"gradient_clip_val={value!r}.",
             "gradient_clip_val bounds the norm of the gradients or the magnitude of their elements.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -69,9 +69,12 @@ class EntryPointRegistry(Generic[T]):
         Raises:
             ConfigurationError: the name is unknown. The message lists the known names and suggests the closest one.
         """
-        if isinstance(name, str) and (name in self.builtin_names or self._point(name) is not None):
+        known: list[str] = list(self.builtin_names)
+        if name in known:
             return
-        known = [*self.builtin_names, *self.registered()]
+        known += sorted(self.registered())
+        if name in known:
+            return
         hint = nearest(spelling or str(name), known) or nearest(str(name), known)
         raise ConfigurationError(
             f"{self._setting}={name!r} is unknown.{hint}",
@@ -92,7 +95,7 @@ class EntryPointRegistry(Generic[T]):
         if name in self._factories:
             return self._factories[name](*arguments)
         self.check(name)
-        point = cast("EntryPoint", self._point(name))
+        point = self.registered()[name]
         try:
             factory = point.load()
         except (ImportError, AttributeError) as error:
@@ -112,11 +115,6 @@ class EntryPointRegistry(Generic[T]):
             )
         return value
 
-    def _point(self, name: str) -> EntryPoint | None:
-        if name not in _registered(self._group, tuple(sys.path)):
-            _registered.cache_clear()  # the package may have been installed since the names were cached
-        return _registered(self._group, tuple(sys.path)).get(name)
-
 
 @cache
 def _registered(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
@@ -124,7 +122,7 @@ def _registered(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
     points: dict[str, EntryPoint] = {}
-    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+    for point in entry_points(group=group):
         if point.name not in points or (point.dist is not None and point.dist.name == _DISTRIBUTION):
             points[point.name] = point
     return points

@@ -64,7 +64,7 @@ _LOOPS = (
     "read trainer.current_epoch, .global_step, .batch_idx, .is_last_batch and .should_stop; to control the steps, set "
     "self.automatic_optimization = False in the module"
 )
-_TRAINER_REPLACEMENTS = {
+TRAINER_ATTRIBUTES = {
     **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
     "logger_connector": "read trainer.callback_metrics, .logged_metrics and .progress_bar_metrics",
     "checkpoint_connector": "use trainer.save_checkpoint(path), and fit(ckpt_path=...)",
@@ -75,7 +75,9 @@ _TRAINER_REPLACEMENTS = {
     "precision_plugin": "read trainer.precision",
     "tuner": "use drivetrain.tuner",
 }
-_STRATEGY_REPLACEMENTS = {
+"""Maps attributes of Lightning's ``trainer`` that `Fit` lacks, without leading underscores, to what replaces them."""
+
+STRATEGY_ATTRIBUTES = {
     "model": "read trainer.model, or strategy.module, which strategies do not wrap",
     "lightning_module": "read trainer.lightning_module",
     "precision_plugin": "read strategy.precision",
@@ -90,24 +92,9 @@ _STRATEGY_REPLACEMENTS = {
     "num_nodes": "read trainer.num_nodes",
     "distributed_sampler_kwargs": "read trainer.distributed_sampler_kwargs",
 }
+"""Maps attributes of Lightning's ``trainer.strategy`` that a `Strategy` lacks to what replaces them."""
 
 
 def find_replacement(name: str) -> str | None:
     """Return the replacement for an argument that `Fit` lacks as the text of a fix, or None if none is known."""
     return next((replacement for replacement, names in _ARGUMENTS.items() if name.lower() in names), None)
-
-
-def trainer_attribute_error(kind: str, name: str) -> str:
-    """Return the message of the AttributeError for ``trainer.<name>``."""
-    return _text(kind, name, _TRAINER_REPLACEMENTS)
-
-
-def strategy_attribute_error(kind: str, name: str) -> str:
-    """Return the message of the AttributeError for ``trainer.strategy.<name>``."""
-    return _text(kind, name, _STRATEGY_REPLACEMENTS)
-
-
-def _text(kind: str, name: str, known: dict[str, str]) -> str:
-    message = f"{kind!r} object has no attribute {name!r}"
-    plain = name.lstrip("_")
-    return f"{message}: {known[plain]}." if plain in known else message

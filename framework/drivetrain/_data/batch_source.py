@@ -1,4 +1,4 @@
-"""BatchSource: the interface by which loops read batches, whatever the user's loader is; LimitedSource: its limit."""
+"""BatchSource: how loops read batches, whatever the user's loader is; LimitedLoader: how many of them a run reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BatchSource(ABC):
         length_is_exact: whether every epoch has exactly ``length`` micro-batches.
         samples: the number of samples in the data set, the same on every rank; None if it is unknown or differs
             between ranks.
-        shards_known: whether every rank knows the shards of all ranks, and the epoch's end, without communication.
+        shares_known: whether every rank knows the shares of all ranks, and the epoch's end, without communication.
         in_process: whether batches are read in this process and draw from its random generators.
         stateful: whether the read position is in an object that checkpoints save, so that nothing may be read ahead
             of training.
@@ -40,7 +40,7 @@ class BatchSource(ABC):
     length: int | None
     length_is_exact: bool
     samples: int | None = None
-    shards_known: bool
+    shares_known: bool
     in_process: bool
     stateful = False
     stride: int | None = None
@@ -50,7 +50,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
-        """Start an epoch and return its batches with their shards.
+        """Start an epoch and return its batches with their shares.
 
         Args:
             epoch: the epoch's number, which determines the order.
@@ -90,8 +90,8 @@ class BatchSource(ABC):
         """Return the exact number of micro-batches of an epoch; None if it is known only after the batches are read."""
         return self.length if self.length_is_exact else None
 
-    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
-        """Return the shards that `epoch` yields without reading batches; None if they are known only after reading."""
+    def shares(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
+        """Return the shares that `epoch` yields without reading batches; None if they are known only after reading."""
         return None
 
     def requested_indices(self) -> Iterator[list[Any]] | None:
@@ -111,7 +111,7 @@ class BatchSource(ABC):
         return NO_BATCH
 
 
-class LimitedSource:
+class LimitedLoader:
     """A source of batches, and how many of its micro-batches a run reads. `measure` sets the limit and the lengths.
 
     Args:
@@ -144,7 +144,7 @@ class LimitedSource:
         limit = self._limit_of(length)
         expected = limit if length is None else length if limit is None else min(limit, length)
         self.limit, self.length = limit, expected
-        is_exact = self.source.shards_known and self.source.length_is_exact
+        is_exact = self.source.shares_known and self.source.length_is_exact
         self.length_is_exact = is_exact or (limit is not None and limit == expected)
 
     def _limit_of(self, length: int | None) -> int | None:

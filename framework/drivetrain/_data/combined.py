@@ -118,7 +118,7 @@ class CombinedSource(BatchSource):
     def __init__(self, loader: CombinedLoader, sources: Sequence[BatchSource]) -> None:
         self._loader = loader
         self._sources = sources
-        self.shards_known = all(source.shards_known for source in sources)
+        self.shares_known = all(source.shares_known for source in sources)
         self._measure()
         self.length_is_exact = all(source.length_is_exact for source in sources)
         self.in_process = any(source.in_process for source in sources)

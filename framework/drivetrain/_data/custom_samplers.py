@@ -15,7 +15,7 @@ from drivetrain._data.sharding import (
     EPOCH_START,
     BatchShare,
     EpochOffset,
-    compute_shard,
+    compute_share,
     should_rebalance,
     split_in_half,
 )
@@ -34,7 +34,7 @@ _BLOCK_SIZE = 32
 class ShardedCustomSampler(RankSampler):
     """`RankSampler` that shards a custom sampler and keeps the sampler's order.
 
-    Every rank iterates the whole custom sampler and selects its own part, so that all ranks know all shards. To start
+    Every rank iterates the whole custom sampler and selects its own part, so that all ranks know all shares. To start
     within an epoch, the indices before the start are iterated over, but their samples are not read.
 
     Args:
@@ -78,16 +78,16 @@ class ShardedCustomSampler(RankSampler):
         return groups if self._sharding.training or not self._splits else rebalance_tail(groups, self._world_size)
 
     def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
-        shards: deque[BatchShare] = deque()
-        self._begun = epoch, start, origin, shards
-        return drain(shards)
+        shares: deque[BatchShare] = deque()
+        self._begun = epoch, start, origin, shares
+        return drain(shares)
 
     def count(self, epoch: int) -> int | None:
         if not self._splits:
             return None  # Counting would draw from the process's generators.
         return sum(len(groups) for groups in self._read_groups(epoch, 0, EPOCH_START))
 
-    def _blocks(self, epoch: int, start: int, origin: EpochOffset, shards: deque[BatchShare]) -> Iterator[list[Any]]:
+    def _blocks(self, epoch: int, start: int, origin: EpochOffset, shares: deque[BatchShare]) -> Iterator[list[Any]]:
         position, number = origin
         for groups in self._read_groups(epoch, start, origin):
             if self.first is None:
@@ -105,10 +105,10 @@ class ShardedCustomSampler(RankSampler):
                 total = None if self._rank_local else len(indices)
                 if low == high:
                     requests.append(indices[:1])
-                    shards.append(BatchShare(0, total, True, position))
+                    shares.append(BatchShare(0, total, True, position))
                 else:
                     requests.append(indices[low:high])
-                    shards.append(BatchShare(high - low, total, False, position + low))
+                    shares.append(BatchShare(high - low, total, False, position + low))
                 position += len(indices)
             if requests:
                 yield self._requests(requests, epoch, first)
@@ -172,7 +172,7 @@ class GlobalBatch(NamedTuple):
 
 def split_evenly(indices: list[Any], world_size: int) -> GlobalBatch:
     """Return a partial global batch whose slices differ in size by at most one."""
-    sizes = [compute_shard(0, len(indices), rank, world_size).samples for rank in range(world_size)]
+    sizes = [compute_share(0, len(indices), rank, world_size).samples for rank in range(world_size)]
     return GlobalBatch(indices, _bounds(sizes), is_whole=False)
 
 

@@ -46,8 +46,8 @@ class IterableSource(BatchSource):
         self._dataset = getattr(loader, "dataset", loader)
         self._clone: LoaderClone | None = None
         self._seeded: SeededIterable | None = None
-        self.shards_known = world_size == 1
-        self.needs_order_check = not (self.shards_known or getattr(self._dataset, "is_split_by_rank", False))
+        self.shares_known = world_size == 1
+        self.needs_order_check = not (self.shares_known or getattr(self._dataset, "is_split_by_rank", False))
         self._first_digest: str | None = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
         self.length: int | None = None
@@ -175,7 +175,7 @@ class IterableSource(BatchSource):
                 self._first_digest = digest_of_batch(batch)  # computed before the step, which may modify the batch
             has_batch = True
             samples = count_samples(batch)
-            yield batch, BatchShare(samples, samples if self.shards_known else None, False, position)
+            yield batch, BatchShare(samples, samples if self.shares_known else None, False, position)
             position += samples
         self._ended = True
         if not has_batch and start == 0:

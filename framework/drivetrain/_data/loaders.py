@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from drivetrain._data.samplers import LoaderSharding, RankSampler, ShardedSample
 from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset
 from drivetrain._data.worker_seeding import SeededDataset, WorkerInit
 from drivetrain._runtime.seed import derive_seed
-from drivetrain._runtime.transfer import samples_in
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def prepare_loader(
     seed: int = 0,
     replace_sampler: bool = True,
 ) -> BatchSource:
-    """Return a `BatchSource` that yields this rank's shards of the batches of ``loader``.
+    """Return a `BatchSource` that yields this rank's shares of the batches of ``loader``.
 
     Args:
         loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (combined by
@@ -54,15 +53,9 @@ def prepare_loader(
         replace_sampler: shard the loader's sampler. If False, each rank reads all batches that its own loader yields.
 
     Raises:
-        ConfigurationError: the loader has no batch or is not an iterable of batches, or the path of the temporary
-            folder is too long for the sockets of the loader's workers.
+        ConfigurationError: the loader has no batch, or the path of the temporary folder is too long for the sockets of
+            the loader's workers.
     """
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"rank={rank} is not one of the {world_size} data ranks",
-            f"data ranks go from 0 to {world_size - 1}",
-            "check the strategy's `data_rank` and `data_world_size`",
-        )
     return _source_of(loader, LoaderSharding(training, predicting, rank, world_size, seed, replace_sampler))
 
 
@@ -81,12 +74,6 @@ def _source_of(loader: Any, sharding: LoaderSharding) -> BatchSource:
         seeds = [sharding.seed, *(derive_seed(sharding.seed, index) for index in range(1, len(loader.flattened)))]
         parts = zip(loader.flattened, seeds, strict=True)
         return CombinedSource(loader, [_source_of(part, replace(sharding, seed=seed)) for part, seed in parts])
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise ConfigurationError(
-            f"{type(loader).__name__} is not a loader",
-            "batches come from a DataLoader or another iterable of batches",
-            "pass a torch.utils.data.DataLoader, a CombinedLoader, or an object with `__iter__`",
-        )
     return IterableSource(loader, sharding.rank, sharding.world_size, sharding.seed)
 
 
@@ -115,11 +102,11 @@ class MapSource(BatchSource):
         else:
             self._rank_sampler = ShardedCustomSampler(sampler, sharding, rank_local, prebatched, keyed)
             self._custom_samplers = self._rank_sampler.nested
-        self._shards_unknown = multi_rank and (rank_local or prebatched)
+        self._shares_unknown = multi_rank and (rank_local or prebatched)
         self._measure()
         if self.length == 0:
-            raise no_batches_error(_describe_empty(loader, sharding.world_size))
-        # The loader must yield batches in order, because each batch is paired with its shard by position.
+            raise no_batches_error(f"{type(loader).__name__} has no batch of its {self._size} samples")
+        # The loader must yield batches in order, because each batch is paired with its share by position.
         attributes: dict[str, Any] = {sampler_attribute: self._rank_sampler, "in_order": True}
         if not self.in_process:
             attributes["dataset"] = SeededDataset(loader.dataset, sharding.seed, sharding.rank)
@@ -128,7 +115,7 @@ class MapSource(BatchSource):
         self._prebatched = prebatched
         self._custom_iteration = _has_custom_iteration(loader)
         self.length_is_exact = self._rank_sampler.length_is_exact and not self._custom_iteration
-        self.shards_known = not self._shards_unknown and not (self._custom_iteration and multi_rank)
+        self.shares_known = not self._shares_unknown and not (self._custom_iteration and multi_rank)
         self.stride = None if rank_local else _stride(loader, prebatched, sharding.world_size)
         if multi_rank and not rank_local:
             from drivetrain._data.order_fingerprint import subset_fingerprint  # imported only with several ranks
@@ -140,7 +127,7 @@ class MapSource(BatchSource):
 
     def _measure(self) -> None:
         self.length, self._size = self._rank_sampler.length, len_or_none(self._dataset)
-        self.samples = None if self._shards_unknown else self._size
+        self.samples = None if self._shares_unknown else self._size
 
     def refresh(self) -> bool:
         before = self._size, self.length
@@ -153,9 +140,9 @@ class MapSource(BatchSource):
         self.close()  # Persistent workers have a copy of the data set as it was when they started.
         return True
 
-    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
+    def shares(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
         # The size of a prebatched batch, and the batches of a loader with custom iteration, are unknown until read.
-        return None if self._prebatched or self._custom_iteration else self._rank_sampler.shards(start, origin)
+        return None if self._prebatched or self._custom_iteration else self._rank_sampler.shares(start, origin)
 
     def requested_indices(self) -> Iterator[list[Any]] | None:
         # If prebatched, an index stands for a whole batch. With custom iteration, batches may differ from the requests.
@@ -171,7 +158,7 @@ class MapSource(BatchSource):
         return self._rank_sampler.count(epoch)
 
     def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
-        if origin.samples and self._shards_unknown:
+        if origin.samples and self._shares_unknown:
             raise ConfigurationError(
                 "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
                 "the parts that the ranks' samplers select cannot be re-sharded",
@@ -179,13 +166,11 @@ class MapSource(BatchSource):
             )
         if self._custom_samplers:
             set_epoch(epoch, *self._custom_samplers)
-        shards = self._rank_sampler.begin(epoch, start, origin)
-        pairs: Iterator[tuple[Any, BatchShare]]
-        if self._custom_iteration:
-            pairs = self._pair_custom_iteration(shards, start)
-        else:  # `zip` is implemented in C, so no Python function runs per batch unless samples must be counted
-            pairs = zip(self._clone.iterate(), shards, strict=False)
-        return self._with_counted_samples(pairs) if self._prebatched else pairs
+        shares = self._rank_sampler.begin(epoch, start, origin)
+        if self._prebatched or self._custom_iteration:
+            return self._counted(shares, start)
+        # `zip` is implemented in C, so no Python function runs per batch unless samples must be counted
+        return zip(self._clone.iterate(), shares, strict=False)
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
         from drivetrain._data.order_fingerprint import OrderFingerprint, digest_of_indices
@@ -204,38 +189,27 @@ class MapSource(BatchSource):
     def close(self) -> None:
         self._clone.close()
 
-    def _pair_custom_iteration(self, shards: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
-        """Pair each batch with the sampler's shard if their sizes agree, else with a shard of the batch's size.
+    def _counted(self, shares: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield all batches that the loader yields, each with the number of samples that the batch itself shows.
 
-        The size of a batch is the first dimension of its first tensor. If this size differs from the sampler's request
-        for the very first batch, the dimension does not count samples, and sizes are no longer compared.
+        A loader with custom iteration may yield more or fewer batches than its sampler requests.
         """
         name = type(self._clone.loader).__name__
-        if start:
+        if start and self._custom_iteration:
             logger.warning(
                 "%s overrides the iteration of DataLoader. It resumes at batch %d of the epoch only if it yields one "
                 "batch for each batch that its sampler requests.",
                 name,
                 start,
             )
-        position, measurable = 0, None
+        position, is_empty = 0, start == 0
         for batch in self._clone.iterate():
-            shard, size = next(shards, None), samples_in(batch)
-            requested = None if shard is None else max(shard.samples, 1)  # a joining rank requests one sample
-            if measurable is None:
-                measurable = shard is None or size == requested
-            if shard is None or (measurable and size is not None and size != requested):
-                samples = 1 if size is None else size
-                shard = BatchShare(samples, samples, False, position)
-            position = shard.start + shard.samples
-            yield batch, shard if self.shards_known else shard._replace(total=None)
-        if measurable is None and start == 0:
+            share, is_empty = next(shares, None) or BatchShare(0, None, False, position), False
+            samples = 0 if share.joins else count_samples(batch)
+            yield batch, share._replace(samples=samples, total=samples if self.shares_known else None)
+            position = share.start + samples
+        if is_empty:
             raise no_batches_error(f"{name} yielded no batch")
-
-    def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShare]]) -> Iterator[tuple[Any, BatchShare]]:
-        for batch, shard in pairs:
-            samples = 0 if shard.joins else count_samples(batch)
-            yield batch, shard._replace(samples=samples, total=None if self._shards_unknown else samples)
 
 
 def _is_already_sharded(sampler: Any, world_size: int) -> bool:
@@ -267,8 +241,3 @@ def _stride(loader: DataLoader[Any], prebatched: bool, world_size: int) -> int |
     if prebatched:
         return world_size
     return None if loader.batch_size is None else world_size * loader.batch_size
-
-
-def _describe_empty(loader: DataLoader[Any], world_size: int) -> str:
-    sizes = f"{len_or_none(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
-    return f"{type(loader).__name__} has no batch ({sizes}, drop_last={loader.drop_last}, {world_size} ranks)"

@@ -21,7 +21,6 @@ from drivetrain._format.documents import dump_with_checksum, has_valid_checksum,
 from drivetrain._format.manifest import FileRecord, record_as_json, versions
 from drivetrain._format.tensor_file import bytes_of, header_of, in_file_order, specs_of
 from drivetrain._format.tensor_reader import CheckedFile, damage_error, tensors_in
-from drivetrain._storage.folder import StorageError
 from drivetrain.errors import CheckpointError
 
 Content = bytes | memoryview
@@ -189,29 +188,12 @@ def as_integer_indices(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
 
 @contextmanager
 def describe_errors_as_predictions(path: str) -> Iterator[None]:
-    """Context manager that rewords checkpoint errors so that they describe predictions."""
+    """Context manager that turns errors about a checkpoint into errors about predictions."""
     try:
         yield
     except CheckpointError as error:
-        what = error.what
-        for checkpoint_text, predictions_text in (
-            (f"The checkpoint {path!r} is damaged", f"The predictions {path!r} are damaged"),
-            (f"The checkpoint {path!r}", f"The predictions {path!r}"),
-            ("There is no checkpoint at", "There are no predictions at"),
-            (f"{path!r} is not a checkpoint", f"{path!r} contains no predictions"),
-        ):
-            if what.startswith(checkpoint_text):
-                what = what.replace(checkpoint_text, predictions_text, 1)
-        if what == error.what:
-            raise
-        is_storage_error = isinstance(error, StorageError)
-        fix = (
-            error.fix
-            if is_storage_error
-            else "check the path; damaged predictions can be written again, to another path."
-        )
         raise type(error)(
-            what,
-            error.why if is_storage_error else error.why.replace("a checkpoint is", "predictions are stored in"),
-            fix,
+            f"The predictions {path!r} cannot be read: {error.what.replace('The checkpoint ', 'The folder ')}",
+            error.why,
+            "check the path; damaged predictions can be written again, to another path.",
         ) from error

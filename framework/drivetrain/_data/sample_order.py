@@ -23,22 +23,9 @@ Order = Callable[[Tensor], Tensor]
 """Maps int64 positions of an epoch, in a tensor of any shape, to sample indices: a bijection of ``range(length)``."""
 
 
-class SequentialOrder:
+def in_sequence(positions: Tensor) -> Tensor:
     """The order of the data set, without shuffling."""
-
-    __slots__ = ("_length",)
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, position: int) -> int:
-        return _check_position(position, self._length)
-
-    def __call__(self, positions: Tensor) -> Tensor:
-        return positions
+    return positions
 
 
 class KeyedPermutation:
@@ -66,15 +53,13 @@ class KeyedPermutation:
         self._side = math.isqrt(max(length - 1, 0)) + 1
         self._table: Tensor | None = None
 
-    def __len__(self) -> int:
-        return self._length
-
     def __getitem__(self, position: int) -> int:
-        index = self(torch.tensor([_check_position(position, self._length)], dtype=torch.int64, device="cpu"))
-        return int(index.item())
+        if not 0 <= position < self._length:
+            raise IndexError(f"position {position} is outside an order of {self._length} samples")
+        return int(self(torch.tensor([position], dtype=torch.int64, device="cpu")).item())
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Map int64 positions of any shape, each in ``range(len(self))``, to sample indices of the same shape."""
+        """Map int64 positions of any shape, each in ``range(length)``, to sample indices of the same shape."""
         if self._length > _MAX_TABLE:
             return self._walk(positions)
         if self._table is None:
@@ -118,9 +103,3 @@ def _scramble(numbers: Tensor, key: int) -> Tensor:
 def _logical_shift(numbers: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros, because torch's ``>>`` fills with the sign bit."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _check_position(position: int, length: int) -> int:
-    if not 0 <= position < length:
-        raise IndexError(f"position {position} is outside an order of {length} samples")
-    return position

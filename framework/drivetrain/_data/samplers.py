@@ -1,4 +1,4 @@
-"""Samplers that replace a `DataLoader`'s sampler: they request this rank's samples and report each request's shard."""
+"""Samplers that replace a `DataLoader`'s sampler: they request this rank's samples and report each request's share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from drivetrain._data.sample_order import KeyedPermutation, SequentialOrder
+from drivetrain._data.sample_order import KeyedPermutation, in_sequence
 from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
 from drivetrain._data.worker_seeding import KeyedIndex, KeyedIndices
 from drivetrain.errors import ConfigurationError
@@ -60,10 +60,10 @@ class RankSampler(ABC):
 
     @abstractmethod
     def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
-        """Set where the next iteration starts, and return the shards of its requests; see `BatchSource.epoch`."""
+        """Set where the next iteration starts, and return the shares of its requests; see `BatchSource.epoch`."""
 
-    def shards(self, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
-        """Return the shards that `begin` would return; None if they are known only after the sampler is read."""
+    def shares(self, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
+        """Return the shares that `begin` would return; None if they are known only after the sampler is read."""
         return None
 
     @abstractmethod
@@ -149,17 +149,17 @@ class ShardedSampler(RankSampler):
 
     def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
         self._begun = epoch, start, origin
-        return self.shards(start, origin)
+        return self.shares(start, origin)
 
-    def shards(self, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
-        return chain.from_iterable(self._sharding.remaining(origin.samples).shards(start - origin.number))
+    def shares(self, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
+        return chain.from_iterable(self._sharding.remaining(origin.samples).shares(start - origin.number))
 
     def count(self, epoch: int) -> int | None:
         return self.length
 
     def _blocks(self, epoch: int, first: int, origin: EpochOffset) -> Iterator[list[Any]]:
         samples = self._sharding.samples
-        order = KeyedPermutation(samples, self._settings.seed, epoch) if self._shuffles else SequentialOrder(samples)
+        order = KeyedPermutation(samples, self._settings.seed, epoch) if self._shuffles else in_sequence
         for block in self._sharding.remaining(origin.samples).indices(order, first - origin.number):
             yield self._requests(block, epoch, first)
             first += len(block)

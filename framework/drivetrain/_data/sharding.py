@@ -50,7 +50,7 @@ class EpochOffset(NamedTuple):
 EPOCH_START = EpochOffset()
 
 
-def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchShare:
+def compute_share(start: int, total: int, rank: int, world_size: int) -> BatchShare:
     """Return ``rank``'s slice of ``total`` samples from position ``start``.
 
     The sizes of the slices differ by at most one, and lower ranks have the larger slices.
@@ -121,8 +121,8 @@ class EpochSharding:
         """The number of micro-batches of the epoch, which is the same on every rank."""
         return self.whole_batches + len(self.tail)
 
-    def shards(self, first: int = 0) -> Iterator[list[BatchShare]]:
-        """Yield this rank's shards from micro-batch ``first`` on, in blocks."""
+    def shares(self, first: int = 0) -> Iterator[list[BatchShare]]:
+        """Yield this rank's shares from micro-batch ``first`` on, in blocks."""
         whole_batches, tail, stride = self.whole_batches, self.tail, self.stride
         offset = self.offset + self.rank * self.batch_size
         while first < whole_batches:
@@ -132,7 +132,7 @@ class EpochSharding:
             # Calling `BatchShare(...)` would cost a Python call for each micro-batch.
             yield list(map(tuple.__new__, repeat(BatchShare), fields))
             first = stop
-        yield [self._shard(*tail_part) for tail_part in tail[first - whole_batches :]]
+        yield [self._share(*tail_part) for tail_part in tail[first - whole_batches :]]
 
     def indices(self, order: Order, first: int = 0) -> Iterator[list[list[int]]]:
         """Yield the sample indices of this rank's micro-batches from ``first`` on, in blocks."""
@@ -145,12 +145,12 @@ class EpochSharding:
             yield order(starts[:, None] + columns).tolist()
             first = stop
         for tail_part in tail[first - whole_batches :]:
-            shard = self._shard(*tail_part)
-            stop = shard.start + max(shard.samples, 1)
-            yield [order(torch.arange(shard.start, stop, dtype=torch.int64, device="cpu")).tolist()]
+            share = self._share(*tail_part)
+            stop = share.start + max(share.samples, 1)
+            yield [order(torch.arange(share.start, stop, dtype=torch.int64, device="cpu")).tolist()]
 
-    def _shard(self, start: int, total: int) -> BatchShare:
-        return compute_shard(self.offset + start, total, self.rank, self.world_size)
+    def _share(self, start: int, total: int) -> BatchShare:
+        return compute_share(self.offset + start, total, self.rank, self.world_size)
 
     @property
     def _block_size(self) -> int:

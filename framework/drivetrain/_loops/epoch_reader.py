@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from drivetrain._data.batch_copies import copy_batch
-from drivetrain._data.batch_source import BatchSource, LimitedSource
+from drivetrain._data.batch_source import BatchSource, LimitedLoader
 from drivetrain._data.rng_replay import RngReplay
 from drivetrain._data.sharding import EpochOffset
 from drivetrain._loops.batch_mover import BatchMover
@@ -54,7 +54,7 @@ class EpochReader:
         origin_of: returns the position from which an epoch is sharded.
     """
 
-    data: LimitedSource
+    data: LimitedLoader
     get_window_size: Callable[[], int]
     repeats_order: bool
     strategy: Strategy
@@ -68,10 +68,10 @@ class EpochReader:
     def __post_init__(self) -> None:
         self.use(self.data)
 
-    def use(self, data: LimitedSource) -> None:
+    def use(self, data: LimitedLoader) -> None:
         """Read ``data`` from the next epoch on."""
         self.data, source = data, data.source
-        self._exchanges = self.strategy.data_world_size > 1 and (self.weigh is not None or not source.shards_known)
+        self._exchanges = self.strategy.data_world_size > 1 and (self.weigh is not None or not source.shares_known)
         on_cuda = self.strategy.device.type == "cuda"
         self._reads_ahead = source.in_process and (self._exchanges or on_cuda)
         self._counts = False  # whether the length is to be compared with the number of batches
@@ -118,7 +118,7 @@ class EpochReader:
         if origin.samples and self.data.limit == source.length:
             limit = None  # an epoch that began with another world size ends with its data
         batches = source.epoch(order, first, origin)
-        shares = None if self._exchanges or weigh is not None else source.shards(order, first, origin)
+        shares = None if self._exchanges or weigh is not None else source.shares(order, first, origin)
         # All batches of a window are read before the first is trained on, and the loader may overwrite them.
         reads_window = shares is None and (size > 1 or (self._exchanges and not source.stateful))
         copies = reads_window and not source.fresh_memory

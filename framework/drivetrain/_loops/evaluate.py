@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drivetrain._data.batch_copies import copy_containers
-from drivetrain._data.batch_source import NO_BATCH, BatchSource, LimitedSource
+from drivetrain._data.batch_source import NO_BATCH, BatchSource, LimitedLoader
 from drivetrain._data.sharding import BatchShare
 from drivetrain._loops.batch_mover import Move
 from drivetrain._loops.data_checks import compare_order
@@ -187,7 +187,7 @@ class EvaluateLoop(LoaderLoop):
         return _by_loader(numbers, len(self.sources), loaders)
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
-        for batch_idx, batch, share in self._batches(index, source, limit, equal_counts=source.shards_known):
+        for batch_idx, batch, share in self._batches(index, source, limit, equal_counts=source.shares_known):
             if not share.joins:
                 self.metrics.had_data = True
                 self._run_step(batch, batch_idx, index, share.samples)
@@ -272,7 +272,7 @@ def evaluation_batches(
     batches = source.epoch(0, first)
     if source.needs_order_check:
         batches = chain(_compared(batches, source, name, strategy), batches)
-    if not source.shards_known and strategy.collective_forward and strategy.world_size > 1:
+    if not source.shares_known and strategy.collective_forward and strategy.world_size > 1:
         batches = _until_all_ranks_finish(batches, strategy)
     return batches if limit is None else islice(batches, limit - first)
 
@@ -307,7 +307,7 @@ def _until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
 
 
 def pass_over_training_data(
-    data: LimitedSource,
+    data: LimitedLoader,
     module: TrainModule,
     runner: StepRunner,
     strategy: Strategy,

@@ -67,7 +67,7 @@ class PredictLoop(LoaderLoop):
         kept: list[tuple[int, int, Any]] = []
         first = self._first_to_predict(index, source, limit) if checks else 0
         indices_of_batches = source.requested_indices()
-        equal_counts = source.shards_known and not checks
+        equal_counts = source.shares_known and not checks
         for batch_idx, batch, share in self._batches(index, source, limit, first=first, equal_counts=equal_counts):
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
             self.current.indices = None if share.joins else indices
@@ -79,7 +79,7 @@ class PredictLoop(LoaderLoop):
                 continue
             output = self._run_step(batch, batch_idx, index, share.samples)
             if self.keeps_outputs:
-                start = share.start if source.shards_known else batch_idx
+                start = share.start if source.shares_known else batch_idx
                 # If the loader reuses the memory of batches, an output on the host may have to be copied.
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees the output's memory before the next step
@@ -89,8 +89,8 @@ class PredictLoop(LoaderLoop):
     def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:
         """Return the number of the first micro-batch to predict; 0 if it is known only from reading. Reads no data."""
         first = 0
-        for shard in islice(source.shards(0) or (), limit):
-            if not shard.joins and not self._is_predicted(first, index):
+        for share in islice(source.shares(0) or (), limit):
+            if not share.joins and not self._is_predicted(first, index):
                 break
             first += 1
         return min(self.strategy.control.gather_objects(first)) if self.strategy.collective_forward else first

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.errors import ConfigurationError
-
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Return the norm of each gradient of ``module``, and the norm of all gradients together, for `log_dict`.
@@ -25,15 +23,8 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
     Returns:
         Norms of shape () by key, the last of them ``grad_<norm_type>_norm_total``; {} if there is no gradient.
-
-    Raises:
-        ConfigurationError: ``norm_type`` is not above 0.
     """
     order = float(norm_type)
-    if not order > 0:
-        raise ConfigurationError(
-            f"grad_norm(norm_type={norm_type!r}).", "the order of a norm is above 0.", "give 2, 1 or 'inf'."
-        )
     prefix = f"grad_{order}_norm"
     norms = {
         f"{prefix}{group_separator}{name}": _norm(parameter.grad, order)

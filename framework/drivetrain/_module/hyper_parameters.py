@@ -55,7 +55,8 @@ class HyperParametersMixin:
             logger: whether to pass the hyper-parameters to the run's loggers.
 
         Raises:
-            ConfigurationError: a value cannot be represented in JSON. The message names the argument.
+            ConfigurationError: a name is unknown, or a value cannot be represented in JSON. The message names the
+                argument.
         """
         if len(names) == 1 and _is_mapping_or_namespace(names[0]):
             values: Any = names[0]
@@ -64,7 +65,7 @@ class HyperParametersMixin:
             self.__dict__["_hyper_parameters_argument"] = argument
             self.hparams.update(_validated(self, dict(mapping), ignore))
         else:
-            self.hparams.update(collect_init_arguments(self, _validate_names(names), ignore))
+            self.hparams.update(_validated(self, _selected(_init_arguments(self), names), ignore))
         self.__dict__["_initial_hyper_parameters"] = deepcopy(self.hparams)
         self.__dict__["_logs_hyper_parameters"] = logger
 
@@ -72,17 +73,6 @@ class HyperParametersMixin:
 def _is_mapping_or_namespace(value: Any) -> bool:
     # `argparse.Namespace` is recognised by its name, so that argparse need not be imported.
     return isinstance(value, Mapping) or any(base.__name__.endswith("Namespace") for base in type(value).__mro__)
-
-
-def _validate_names(names: Sequence[Any]) -> list[str]:
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigurationError(
-                f"save_hyperparameters got a {type(name).__name__}.",
-                "save_hyperparameters takes names of arguments of __init__, or one mapping or argparse.Namespace.",
-                "convert the value, as in save_hyperparameters(dataclasses.asdict(config)), or pass no arguments.",
-            )
-    return list(names)
 
 
 def hyper_parameters_argument(owner: HyperParametersMixin) -> str:
@@ -95,32 +85,22 @@ def logged_hyper_parameters(owner: HyperParametersMixin) -> Mapping[str, Any]:
     return owner.hparams if owner.__dict__.get("_logs_hyper_parameters", True) else {}
 
 
-def collect_init_arguments(owner: object, names: Sequence[str], ignore: str | Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of ``owner``'s ``__init__`` methods that are on the call stack, those of subclasses first.
-
-    If a base class has an argument of the same name, the value from the subclass is returned.
-
-    Raises:
-        ConfigurationError: no ``__init__`` is on the call stack, a name is unknown, or JSON cannot represent a value.
-    """
-    arguments = _init_arguments(owner)
-    if not arguments and names:
-        raise ConfigurationError(
-            f"save_hyperparameters({', '.join(map(repr, names))}) found no arguments.",
-            "it reads the arguments of the __init__ from which it is called.",
-            "call save_hyperparameters in __init__.",
-        )
+def _selected(arguments: Mapping[str, Any], names: Sequence[Any]) -> Mapping[str, Any]:
     unknown = [name for name in names if name not in arguments]
     if unknown:
         raise ConfigurationError(
             f"save_hyperparameters: {', '.join(map(repr, unknown))} are not arguments of __init__.",
-            f"the arguments are {', '.join(arguments)}.",
-            "pass names of arguments only.",
+            f"the arguments of the __init__ that calls it are {', '.join(arguments) or 'none'}.",
+            "pass names of arguments, or one mapping, such as dataclasses.asdict(config).",
         )
-    return _validated(owner, {name: value for name, value in arguments.items() if not names or name in names}, ignore)
+    return {name: arguments[name] for name in names} if names else arguments
 
 
 def _init_arguments(owner: object) -> dict[str, Any]:
+    """Return the arguments of ``owner``'s ``__init__`` methods that are on the call stack, those of subclasses first.
+
+    If a base class has an argument of the same name, the value from the subclass is returned.
+    """
     arguments: dict[str, Any] = {}
     frame = inspect.currentframe()
     while frame is not None:

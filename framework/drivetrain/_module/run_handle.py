@@ -32,14 +32,7 @@ class RunHandle:
         Raises:
             ConfigurationError: there is no current or last run.
         """
-        trainer = self._any_run
-        if trainer is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} is not in a run, so it has no trainer.",
-                "fit, validate, test and predict set trainer.",
-                "read trainer in a step or a hook, or after the run. To use it earlier, set module.trainer.",
-            )
-        return trainer
+        return self._any_run or self._require_run("trainer")
 
     @trainer.setter
     def trainer(self, trainer: RunContext | None) -> None:
@@ -64,7 +57,7 @@ class RunHandle:
             raise ConfigurationError(
                 f"{type(self).__name__} is not in a run, which {operation} needs.",
                 "metrics and collectives are available only while fit, validate, test or predict runs.",
-                "call it from a step or a hook. To try out a step, use Fit(fast_dev_run=True).",
+                "use it in a step or a hook. To try out a step, use Fit(fast_dev_run=True) or set module.trainer.",
             )
         return self._trainer
 

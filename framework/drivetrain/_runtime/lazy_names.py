@@ -18,14 +18,15 @@ def lazy_names(
 
     Args:
         package: the ``__name__`` of the package.
-        defining_modules: maps each public name to the module that defines the name. The module's name is absolute, or
-            relative to the package (".module").
+        defining_modules: maps each public name to the module that defines the name, and a public submodule to itself.
+            A module's name is absolute, or relative to the package (".module").
     """
 
     def get(name: str) -> Any:
         if name not in defining_modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(defining_modules[name], package), name)
+        module = importlib.import_module(defining_modules[name], package)
+        value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)  # later look-ups do not call this function
         return value
 

@@ -26,7 +26,8 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
         named: whether to put ``name=`` before each value.
 
     Raises:
-        ConfigurationError: the template names a value that was not logged, or a format does not fit its value.
+        ConfigurationError: the template names a value that was not logged.
+        ValueError: a format does not fit its value.
     """
 
     def format_field(match: re.Match[str]) -> str:
@@ -37,15 +38,7 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
                 f"available: {', '.join(sorted(values))}.",
                 "log the value before the checkpoint is written, or remove it from filename.",
             )
-        value = values[name]
-        try:
-            text = format(value, form[1:])
-        except ValueError as error:
-            raise ConfigurationError(
-                f"Checkpoint(filename={template!r}): {name} = {value!r} cannot be formatted as {form[1:]!r}: {error}.",
-                "the format must fit the type of the value.",
-                "use for example ':03d' for counters and ':.3f' for logged values.",
-            ) from error
+        text = format(values[name], form[1:])
         return f"{name}={text}" if named else text
 
     return _FORBIDDEN_CHARACTER.sub("_", _FIELD.sub(format_field, template))
@@ -64,32 +57,18 @@ def check_template(template: str, named: bool) -> None:
         named: whether ``name=`` is put before each value.
 
     Raises:
-        ConfigurationError: the template is no name of a folder, or makes names that are too long, that a format does
-            not fit, or that belong to other files.
+        ConfigurationError: the template is no name of a folder, or makes names that are too long or that belong to
+            other files.
+        ValueError: a format does not fit its value.
     """
-    problem = _problem_of(template, named)
-    if problem:
+    rest = _FIELD.sub("", template)
+    name = checkpoint_name(template, {**dict.fromkeys(names_in(template), 0.0), "epoch": 0, "step": 0}, named)
+    is_text = rest.isprintable() and set("/{}").isdisjoint(rest)
+    is_taken = name.lower() == LATEST or is_checkpoint_file(name.lower())
+    if not name or not is_text or is_taken or name.startswith(".") or len(name) > _LONGEST_NAME:
         raise ConfigurationError(
-            f"Checkpoint(filename={template if len(template) < _LONGEST_NAME else template[:40] + '...'!r}) is not a "
-            f"valid name: {problem}.",
-            "filename is the name of a folder in dirpath: text, with the names of values in braces.",
+            f"Checkpoint(filename={template!r:.250}) is not a valid name.",
+            "filename is the name of a folder in dirpath: printable text, with values in braces, that has "
+            f"no slash, begins with no dot, has at most {_LONGEST_NAME} characters, and names no file of checkpoints.",
             "write for example '{epoch:03d}-{val_loss:.3f}', and pass the path as dirpath.",
         )
-
-
-def _problem_of(template: str, named: bool) -> str:
-    rest = _FIELD.sub("", template)
-    if not template:
-        return "it is empty"
-    if not rest.isprintable():
-        return "it has a character that cannot be printed"
-    if "/" in rest or "{" in rest or "}" in rest:
-        return "it has a slash, or a brace without its other half"
-    name = checkpoint_name(template, {**dict.fromkeys(names_in(template), 0.0), "epoch": 0, "step": 0}, named)
-    if name.startswith("."):
-        return "it begins with a dot, and hidden folders are not searched"
-    if name.lower() == LATEST or is_checkpoint_file(name.lower()):
-        return "a file of the checkpoints has this name"
-    if len(name) > _LONGEST_NAME:
-        return f"it makes names of {len(name)} characters, and most file systems take 255, including -v1 and the like"
-    return ""

@@ -34,19 +34,12 @@ class GradientAccumulationScheduler(Callback):
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         check_types(GradientAccumulationScheduler, locals())
-        if not scheduling:
+        if not scheduling or not all(_is_count(epoch, 0) and _is_count(scheduling[epoch], 1) for epoch in scheduling):
             raise ConfigurationError(
-                "GradientAccumulationScheduler({}) is empty",
-                "the schedule needs the number of micro-batches for at least one epoch",
+                f"GradientAccumulationScheduler({scheduling!r})",
+                "it needs an epoch, counted from 0, and each window has at least one micro-batch",
                 "give {epoch: micro_batches}, such as {0: 8, 4: 1}",
             )
-        for epoch, window in scheduling.items():
-            if not _is_count(epoch, 0) or not _is_count(window, 1):
-                raise ConfigurationError(
-                    f"GradientAccumulationScheduler({{{epoch!r}: {window!r}}})",
-                    "epochs are whole numbers from 0, and a window has at least one micro-batch",
-                    "give {epoch: micro_batches}, such as {0: 8, 4: 1}",
-                )
         self.scheduling = dict(sorted(scheduling.items()))
         self._original_window: int | None = None  # ``accumulate_grad_batches`` before the run
 

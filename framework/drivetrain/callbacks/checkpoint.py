@@ -128,12 +128,6 @@ class Checkpoint(Callback):
                 "without a monitored value the newest checkpoint is kept, whatever the mode.",
                 "set monitor= to the name of a logged value, or remove mode.",
             )
-        if train_time_interval is not None and train_time_interval <= timedelta(0):
-            raise ConfigurationError(
-                f"Checkpoint(train_time_interval={train_time_interval!r}).",
-                "train_time_interval is the time between two checkpoints.",
-                "give a datetime.timedelta, such as timedelta(minutes=30).",
-            )
         check_choice("Checkpoint", "mode", mode, _MODES, "the direction in which the monitored value improves")
         check_count("Checkpoint", "save_top_k", save_top_k, -1, "how many of the best checkpoints to keep, -1 for all")
         check_count("Checkpoint", "keep_last", keep_last or 0, 0, "how many of the newest checkpoints to keep")
@@ -461,7 +455,7 @@ class Checkpoint(Callback):
                 raise missing_value(trainer, self.monitors[missing[0]], missing[0])
             if may_wait:
                 return
-            self._say_what_is_missing(trainer, missing[0], is_last)
+            self._say_that_it_waits(trainer, missing[0])
             if not (is_last or self.keep_last):
                 return
         score = None if self.monitor is None else self._score(trainer, logged)
@@ -476,21 +470,15 @@ class Checkpoint(Callback):
             return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
         return logged[self.monitor] if self.monitor in logged else trainer.metrics.agreed(self.monitor)
 
-    def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
-        if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
-            return
-        if is_last:
-            text = "%s: no value of that name was logged for the last state, which is saved without a score."
-            logger.warning(text, self.monitors[name])
-            return
+    def _say_that_it_waits(self, trainer: RunContext, name: str) -> None:
+        if trainer.strategy.control.rank == 0 and not self._said_that_it_waits:
+            logger.warning(
+                "%s: no value of that name was logged for the weights of step %d, whose save waits for the next "
+                "validation. With keep_last=1, and at the end of the run, the newest state is saved without a score.",
+                self.monitors[name],
+                trainer.global_step,
+            )
         self._said_that_it_waits = True
-        logger.warning(
-            "%s: the save that is due at step %d waits for the next validation, because no value of that name was "
-            "logged for these weights.%s This message is not repeated.",
-            self.monitors[name],
-            trainer.global_step,
-            "" if self.keep_last else " keep_last=1 would save the newest state meanwhile.",
-        )
 
     def _next_checkpoint(
         self, trainer: RunContext, score: float | None, values: Mapping[str, float]

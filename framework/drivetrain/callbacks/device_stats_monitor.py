@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain._runtime.lazy_names import is_installed
+from drivetrain._runtime.lazy_names import import_optional
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -30,7 +27,7 @@ class DeviceStatsMonitor(Callback):
         cpu_stats: whether to log host statistics; None logs them if the module runs on the CPU.
 
     Raises:
-        ConfigurationError: at the start of the run, if psutil is needed but not installed, or there is nothing to log.
+        ConfigurationError: as training starts, if psutil is needed but not installed.
     """
 
     _key_arguments = ("cpu_stats",)
@@ -42,31 +39,14 @@ class DeviceStatsMonitor(Callback):
         self._logs_host_stats = False
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Check that the statistics to log are available."""
+        """Determine whether to log host statistics."""
         device = trainer.strategy.device
         self._logs_host_stats = self.cpu_stats or (self.cpu_stats is None and device.type == "cpu")
-        if self._logs_host_stats and not is_installed("psutil"):
-            raise ConfigurationError(
-                f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) on {str(device)!r} needs psutil, which is not "
-                "installed.",
-                "the host's statistics come from that package.",
-                "pip install psutil"
-                + (", or pass cpu_stats=False." if device.type != "cpu" else ", or remove the callback."),
-            )
-        if not self._logs_host_stats and _reader(device) is None:
-            raise ConfigurationError(
-                f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) has nothing to log on {str(device)!r}.",
-                "torch has no memory statistics for this type of device.",
-                "pass cpu_stats=True for the host's statistics, or remove the callback.",
-            )
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine after how many steps to log."""
         self._log_every_n_steps = trainer.log_every_n_steps if trainer.is_global_zero else 0
         self._step_awaiting_end = 0
-        if self._log_every_n_steps and not trainer.loggers:
-            self._log_every_n_steps = 0
-            warnings.warn("DeviceStatsMonitor logs nothing: the run has no logger", stacklevel=2)
         if self._log_every_n_steps and self._logs_host_stats:
             self.stats(trainer.strategy.device)  # psutil's cpu_percent is relative to the previous call.
 
@@ -88,7 +68,7 @@ class DeviceStatsMonitor(Callback):
         reader = _reader(device)
         statistics: dict[str, float] = {} if reader is None else dict(reader())
         if self._logs_host_stats:
-            psutil: Any = importlib.import_module("psutil")  # an optional dependency
+            psutil = import_optional("psutil", "DeviceStatsMonitor", "pip install psutil, or pass cpu_stats=False")
             statistics["cpu_percent"] = psutil.cpu_percent()
             statistics["cpu_vm_percent"] = psutil.virtual_memory().percent
             statistics["cpu_swap_percent"] = psutil.swap_memory().percent

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain.callback import Callback
 from drivetrain.callbacks._monitored_value import acts_at_epoch_end, missing_value
-from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -40,7 +39,6 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: whether to check at the end of a training epoch (True) or at the end of a validation
             (False). None chooses the epoch's end if validation runs once per epoch or not at all, and the validation's
             end otherwise.
-        log_rank_zero_only: must be True, because all ranks make the same decision and only rank 0 prints.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -77,16 +75,9 @@ class EarlyStopping(Callback):
     stopping_threshold: float | None = None
     divergence_threshold: float | None = None
     check_on_train_epoch_end: bool | None = None
-    log_rank_zero_only: InitVar[bool] = True
 
-    def __post_init__(self, log_rank_zero_only: bool) -> None:
+    def __post_init__(self) -> None:
         check_types(EarlyStopping, vars(self))
-        if not log_rank_zero_only:
-            raise ConfigurationError(
-                "EarlyStopping(log_rank_zero_only=False).",
-                "all ranks decide from the same number, so only rank 0 prints.",
-                "remove the argument.",
-            )
         check_choice("EarlyStopping", "mode", self.mode, _MODES, "the direction in which the monitored value improves")
         check_count("EarlyStopping", "patience", self.patience, 0, "a number of checks without improvement")
         self.min_delta = abs(self.min_delta)

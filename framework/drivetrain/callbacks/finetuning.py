@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain._config.argument_checks import check_count, check_types
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError, listed
+from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -186,21 +186,14 @@ class BackboneFinetuning(BaseFinetuning):
         check_types(BackboneFinetuning, vars(self))
         meaning = "an epoch, counted from 0"
         check_count("BackboneFinetuning", "unfreeze_backbone_at_epoch", self.unfreeze_backbone_at_epoch, 0, meaning)
-        for name in ("backbone_initial_ratio_lr", "backbone_initial_lr"):
-            rate = getattr(self, name)
-            if rate is not None and not rate >= 0:
-                raise ConfigurationError(
-                    f"BackboneFinetuning({name}={rate!r})", "a learning rate is not negative", "give 0 or more"
-                )
         self.previous_backbone_lr: float | None = None
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Check that there is a backbone, and freeze it."""
         if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
-            children = listed([name for name, _ in module.named_children()]) or "none"
             raise ConfigurationError(
                 f"BackboneFinetuning: {type(module).__name__} has no submodule 'backbone'.",
-                f"the callback freezes this submodule at first and trains it later; the submodules are {children}.",
+                "the callback freezes this submodule at first and trains it later.",
                 "name the part to freeze self.backbone, or subclass BaseFinetuning.",
             )
         self.previous_backbone_lr = None

@@ -20,7 +20,7 @@ class LambdaCallback(Callback):
         **hooks: functions by hook name, with the arguments of the `Callback` method of that name.
 
     Raises:
-        ConfigurationError: a name is not the name of a hook, or a value is not callable.
+        ConfigurationError: a name is not the name of a hook.
     """
 
     _key_arguments = ("hooks",)
@@ -32,12 +32,6 @@ class LambdaCallback(Callback):
                     f"LambdaCallback({name}=...): there is no hook of that name.{nearest(name, HOOKS)}",
                     "the function would never be called",
                     f"use one of {', '.join(HOOKS)}",
-                )
-            if not callable(function):
-                raise ConfigurationError(
-                    f"LambdaCallback({name}={function!r}): this is not a function",
-                    "the value is called as the hook",
-                    f"pass a function with the arguments of Callback.{name}",
                 )
             setattr(self, name, function)
         self.priority = priority

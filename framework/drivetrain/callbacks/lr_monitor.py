@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +58,6 @@ class LearningRateMonitor(Callback):
         self._by_step = self._by_epoch = False
         self._log_every_n_steps = trainer.log_every_n_steps
         if not self._log_every_n_steps:  # Nothing is logged in this run.
-            return
-        if not trainer.loggers:
-            if trainer.is_global_zero:
-                warnings.warn("LearningRateMonitor logs nothing: the run has no logger", stacklevel=2)
             return
         intervals = {config.interval for config in trainer.lr_scheduler_configs} or {"epoch"}
         self._by_step = self.logging_interval == "step" or (self.logging_interval is None and "step" in intervals)

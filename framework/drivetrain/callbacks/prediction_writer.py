@@ -93,11 +93,8 @@ class BasePredictionWriter(Callback):
         if self.write_interval != "batch":
             from drivetrain._loops.outputs import on_host  # Imported only if outputs are kept.
 
-            for stored, value in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
-                stored.extend(
-                    [] for _ in range(dataloader_idx + 1 - len(stored))
-                )  # needed if on_predict_start is overridden
-                stored[dataloader_idx].append(value)
+            self._predictions[dataloader_idx].append(on_host(outputs, fresh_memory=False))
+            self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Write the outputs of the epoch."""

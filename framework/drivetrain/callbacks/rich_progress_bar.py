@@ -6,10 +6,9 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from drivetrain._runtime.lazy_names import is_installed
+from drivetrain._runtime.lazy_names import import_optional
 from drivetrain.callbacks._progress import BarLine, Phase, fit_line
 from drivetrain.callbacks.progress_bar import ProgressBar
-from drivetrain.errors import ConfigurationError
 
 
 class RichProgressBar(ProgressBar):
@@ -27,12 +26,7 @@ class RichProgressBar(ProgressBar):
     """
 
     def __init__(self, refresh_rate: float = 10.0, stream: TextIO | None = None, leave: bool = False) -> None:
-        if not is_installed("rich"):
-            raise ConfigurationError(
-                "RichProgressBar needs rich, which is not installed",
-                "the bar is drawn with rich",
-                "pip install 'drivetrain[rich]' (or only rich), or use ProgressBar",
-            )
+        import_optional("rich", "RichProgressBar", "pip install 'drivetrain[rich]' (or only rich), or use ProgressBar")
         super().__init__(refresh_rate, stream)
         self._leave = leave
         self._epoch_line: BarLine | None = None  # the epoch's bar as it was drawn last

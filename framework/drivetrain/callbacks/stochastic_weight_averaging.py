@@ -56,20 +56,14 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> None:
         check_types(StochasticWeightAveraging, locals())
         rates: list[Any] = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
-        if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
-            raise _argument_error(
-                "swa_lrs",
-                swa_lrs,
-                "swa_lrs is one positive learning rate, or one for each parameter group",
-                "give for example 0.05",
-            )
-        is_epoch = type(swa_epoch_start) is int
-        if not (swa_epoch_start >= 1 if is_epoch else 0 <= swa_epoch_start <= 1):
-            raise _argument_error(
-                "swa_epoch_start",
-                swa_epoch_start,
-                "swa_epoch_start is an epoch, or a fraction of max_epochs",
-                "give 1 or more, or for example 0.8",
+        rates_are_valid = rates and all(isinstance(rate, int | float) and rate > 0 for rate in rates)
+        start_is_valid = swa_epoch_start >= 1 if type(swa_epoch_start) is int else 0 <= swa_epoch_start <= 1
+        if not rates_are_valid or not start_is_valid:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}, swa_epoch_start={swa_epoch_start!r})",
+                "swa_lrs is one positive learning rate, or one for each parameter group, and swa_epoch_start an epoch, "
+                "counted from 1, or a fraction of max_epochs",
+                "give for example StochasticWeightAveraging(0.05, swa_epoch_start=0.8)",
             )
         owner, shape = "StochasticWeightAveraging", "how the learning rates change during annealing"
         check_count(owner, "annealing_epochs", annealing_epochs, 0, "a number of epochs")
@@ -93,25 +87,24 @@ class StochasticWeightAveraging(WeightAveraging):
             return
         self._initial_rates = []
         start, epochs = self.swa_epoch_start, trainer.max_epochs
-        if type(start) is not int and epochs in (None, -1):
-            raise _argument_error(
-                "swa_epoch_start", start, "a float is a fraction of max_epochs, which is not set", "give an epoch"
-            )
         if type(start) is not int:
-            assert epochs is not None
+            if epochs is None or epochs < 0:
+                raise ConfigurationError(
+                    f"StochasticWeightAveraging(swa_epoch_start={start!r}) without max_epochs",
+                    "a float is a fraction of max_epochs",
+                    "give an epoch as an int, or set max_epochs",
+                )
             start = int(start * epochs)
         self._first_epoch = max(int(start) - 1, 0)
-        if epochs is not None and 0 <= epochs <= self._first_epoch:
-            raise _argument_error(
-                "swa_epoch_start", start, f"max_epochs is {epochs}, so nothing is averaged", "give an earlier epoch"
-            )
 
     def on_train_start(self, trainer: RunContext, module: Any) -> None:
         """Check the number of learning rates, and that statistics of batch normalization can be computed."""
         groups = sum(len(optimizer.param_groups) for optimizer in trainer.optimizers)
         if not isinstance(self.swa_lrs, int | float) and len(self.swa_lrs) != groups:
-            raise _argument_error(
-                "swa_lrs", self.swa_lrs, f"the optimizers have {groups} group(s)", "give one rate for each"
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(swa_lrs={self.swa_lrs!r})",
+                f"the optimizers have {groups} parameter groups",
+                "give one rate, or one for each group",
             )
         if not module.automatic_optimization and _batch_norm_layers(module):
             raise ConfigurationError(
@@ -201,7 +194,3 @@ def _recompute_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> 
         layer.running_mean.copy_(mean)
         layer.running_var.copy_(variance)
         layer.num_batches_tracked.copy_(total[-1])
-
-
-def _argument_error(name: str, value: Any, why: str, fix: str) -> ConfigurationError:
-    return ConfigurationError(f"StochasticWeightAveraging({name}={value!r})", why, fix)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from drivetrain._config.argument_checks import check_types
+from drivetrain._config.argument_checks import check_count, check_types
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class ThroughputMonitor(Callback):
         latest: the last logged values, by key.
 
     Raises:
-        ConfigurationError: an argument is not above 0.
+        ConfigurationError: ``window`` is below 1.
     """
 
     _key_arguments = ("window", "peak_flops", "flops")
@@ -90,12 +88,7 @@ class ThroughputMonitor(Callback):
 
     def __post_init__(self) -> None:
         check_types(ThroughputMonitor, vars(self))
-        for name in ("window", "peak_flops", "flops"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigurationError(
-                    f"ThroughputMonitor({name}={value!r})", f"{name} must be positive", "give a number above 0"
-                )
+        check_count("ThroughputMonitor", "window", self.window, 1, "a number of optimizer steps")
         self.latest: dict[str, float] = {}
         self._history: deque[_Counters] = deque()
         self._weight: float | torch.Tensor = 0.0  # the sum of the micro-batches' weights on this rank
@@ -207,14 +200,8 @@ class ThroughputMonitor(Callback):
         self._flop_counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         total = self._flop_counter.get_total_flops()
         self._flop_counter = None
-        if total > 0:
+        if total:  # none are counted in compiled kernels
             self._flops_per_micro_batch = float(total)
-        else:
-            warnings.warn(
-                "ThroughputMonitor counted no FLOPs, so it does not log MFU. The module runs in compiled kernels, or "
-                "in operations that torch.utils.flop_counter does not know. Pass ThroughputMonitor(flops=...).",
-                stacklevel=2,
-            )
 
 
 def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -79,7 +79,7 @@ class Timer(Callback):
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
-        return self._clock("time_elapsed", stage).elapsed()
+        return self._clocks[stage].elapsed()
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Return the remaining seconds; None without a duration."""
@@ -87,15 +87,11 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage started, in seconds of `time.time`; None if the stage has not started."""
-        return self._clock("start_time", stage).started
+        return self._clocks[stage].started
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when the stage ended, in seconds of `time.time`; None if the stage has not ended."""
-        return self._clock("end_time", stage).ended
-
-    def _clock(self, method: str, stage: str) -> _Clock:
-        check_choice(method, "stage", stage, _STAGES, "what the timer measures")
-        return self._clocks[stage]
+        return self._clocks[stage].ended
 
     # Hooks and state
 

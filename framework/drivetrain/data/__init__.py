@@ -11,8 +11,6 @@ from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain._data.combined import CombinedLoader as CombinedLoader
-    from drivetrain._data.sample_order import KeyedPermutation as KeyedPermutation
-    from drivetrain._data.sample_order import SequentialOrder as SequentialOrder
     from drivetrain._data.sample_order import order as order
     from drivetrain._data.splitting import split_by_rank as split_by_rank
     from drivetrain.data.datamodule import DataModule as DataModule
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CombinedLoader": "drivetrain._data.combined",
     "DataModule": ".datamodule",
-    "KeyedPermutation": "drivetrain._data.sample_order",
     "Predictions": ".predictions",
-    "SequentialOrder": "drivetrain._data.sample_order",
     "order": "drivetrain._data.sample_order",
     "read_predictions": ".predictions",
     "split_by_rank": "drivetrain._data.splitting",

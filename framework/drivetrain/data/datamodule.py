@@ -35,19 +35,19 @@ class DataModule(RunHandle, HyperParametersMixin):
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or a dict, list or `CombinedLoader` of loaders."""
-        raise self._missing("train_dataloader")
+        raise NotImplementedError
 
     def val_dataloader(self) -> Any:
         """Return one validation loader or a list of them."""
-        raise self._missing("val_dataloader")
+        raise NotImplementedError
 
     def test_dataloader(self) -> Any:
         """Return one test loader or a list of them."""
-        raise self._missing("test_dataloader")
+        raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
         """Return one loader to predict on, or a list of them."""
-        raise self._missing("predict_dataloader")
+        raise NotImplementedError
 
     # Hooks that transform batches and move them to the device
 
@@ -143,16 +143,13 @@ class DataModule(RunHandle, HyperParametersMixin):
         hyper_parameters = (
             metadata.data_hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
         )
-        datamodule = SavedArguments(os.fspath(path), hyper_parameters, (), metadata.data_argument).build(
+        datamodule = SavedArguments(os.fspath(path), hyper_parameters, metadata.data_argument).build(
             cls, overrides, ignore
         )
         state = {} if metadata.weights_only else checkpoint.state()["datamodule"]
         if state:
             datamodule.load_state_dict(state if map_location is None else move_to(state, torch.device(map_location)))
         return datamodule
-
-    def _missing(self, name: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} has no {name}")
 
 
 def _loaders_of(datasets: Any, shuffle: bool, options: Mapping[str, Any]) -> Any:

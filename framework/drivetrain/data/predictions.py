@@ -48,19 +48,14 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
         ConfigurationError: there were several loaders and ``dataloader_idx`` is None, or there is no such loader.
     """
     folder, files, loaders, block = _open_folder(os.fspath(path))
-    if dataloader_idx is None and loaders > 1:
+    number = (0 if loaders == 1 else -1) if dataloader_idx is None else dataloader_idx
+    if not 0 <= number < loaders:
         raise ConfigurationError(
-            f"{folder.path!r} holds the predictions for {loaders} loaders.",
-            "each loader has its own order.",
-            "choose one, for example read_predictions(path, dataloader_idx=0).",
-        )
-    if not 0 <= (dataloader_idx or 0) < loaders:
-        raise ConfigurationError(
-            f"read_predictions(dataloader_idx={dataloader_idx!r}) refers to a loader that does not exist.",
-            f"{folder.path!r} holds the predictions for {loaders} loader(s).",
+            f"read_predictions(dataloader_idx={dataloader_idx!r}).",
+            f"{folder.path!r} holds the predictions for {loaders} loader(s), each in its own order.",
             f"give a number from 0 to {loaders - 1}.",
         )
-    return Predictions(folder, files, block, dataloader_idx or 0)
+    return Predictions(folder, files, block, number)
 
 
 class _Output(NamedTuple):
@@ -207,9 +202,7 @@ def _open_folder(path: str) -> tuple[Folder, dict[str, FileRecord], int, int]:
         folder = existing_folder(path)
         content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES)
         if content is None:
-            raise CheckpointError(
-                f"There are no predictions at {path!r}.", f"it does not contain {MANIFEST}.", "check the path."
-            )
+            raise CheckpointError(f"there are none, because it does not contain {MANIFEST}.")
         manifest = parse_manifest(content, path)
     if "files" not in manifest:
         raise CheckpointError(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from drivetrain._config.foreign_names import find_replacement, strategy_attribute_error, trainer_attribute_error
+from drivetrain._config.foreign_names import STRATEGY_ATTRIBUTES, TRAINER_ATTRIBUTES, find_replacement
 from drivetrain.migrate._names import PUBLIC_MODULES, RENAMED_CLASSES, module_by_name
 
 _LIGHTNING_MODULE = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
@@ -238,11 +238,11 @@ class _Script:
     def _note_trainer_attribute(self, node: ast.Attribute, owner: str) -> None:
         if self._names.class_of(node.value) == "Trainer" and _is_not_of_fit(node.attr):
             self._note(node, f"{owner}.{node.attr} does not exist in drivetrain")
-        for name, error_text in (("trainer", trainer_attribute_error), ("trainer.strategy", strategy_attribute_error)):
+        for name, replacements in (("trainer", TRAINER_ATTRIBUTES), ("trainer.strategy", STRATEGY_ATTRIBUTES)):
             if owner == name or owner.endswith(f".{name}"):
-                _, separator, advice = error_text(name, node.attr).partition(": ")
-                if separator:
-                    self._note(node, f"{owner}.{node.attr}: {advice.rstrip('.')}")
+                advice = replacements.get(node.attr.lstrip("_"))
+                if advice is not None:
+                    self._note(node, f"{owner}.{node.attr}: {advice}")
 
     def _edit_checkpoint_reads(self) -> bool:
         """Rewrite ``torch.load(callback.best_model_path)["state_dict"]``; return whether there is any. Note others."""

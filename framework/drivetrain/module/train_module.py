@@ -226,8 +226,6 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
         add_dataloader_idx: bool = True,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
-        enable_graph: bool = False,
-        sync_dist_group: Any = None,
     ) -> None:
         """Log the current value of a metric, without synchronising the device and without communication.
 
@@ -247,20 +245,10 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
             add_dataloader_idx: append ``/dataloader_idx_i`` to the name if there are several loaders.
             metric_attribute: the name of the module's attribute that holds the metric, if drivetrain does not find it.
             rank_zero_only: log only rank 0's value. This is the same as ``sync_dist=False``.
-            enable_graph: not supported, because logged values are detached from the graph.
-            sync_dist_group: not supported, because values are reduced over all ranks that read data.
 
         Raises:
-            ConfigurationError: `log` is called outside of a run, or an option is not supported.
+            ConfigurationError: `log` is called outside of a run.
         """
-        if enable_graph or sync_dist_group is not None:
-            option = f"{enable_graph=}" if enable_graph else "sync_dist_group=..."
-            raise ConfigurationError(
-                f"log({name!r}, {option}).",
-                "a logged value is detached from its graph, and reduced over all ranks that read data.",
-                "remove the option. Store values that you differentiate in an attribute; to reduce a value otherwise, "
-                "do so yourself and log the result with sync_dist=False.",
-            )
         if rank_zero_only:
             sync_dist = False
         (self._trainer or self._require_run("log")).metrics.record(
@@ -314,20 +302,12 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
-    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Run the backward pass of a loss, including loss scaling, and average the gradients over ranks.
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of a loss of shape (), including loss scaling, and average the gradients over ranks.
 
-        Args:
-            loss: a tensor of shape ().
-            options: options of torch, such as ``retain_graph``, are not supported and raise an error, because some
-                strategies cannot keep a graph.
+        Options of torch such as ``retain_graph`` do not exist: strategies exchange gradients in a backward, and some
+        also free weights. Add the losses, or run the forward again for each.
         """
-        if options:
-            raise ConfigurationError(
-                f"manual_backward got {', '.join(f'{name}={value!r}' for name, value in options.items())}.",
-                "a backward pass frees its graph: strategies exchange gradients in it, and some also free weights.",
-                "add the losses and call manual_backward(first + second) once, or run the forward again for each.",
-            )
         self._require_run("manual_backward").manual_step("manual_backward", "runs backward on").backward(loss)
 
     @contextmanager
@@ -404,10 +384,9 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
         checkpoint = load(path)
         metadata = checkpoint.manifest.metadata
         weights = evaluated_weights(checkpoint, averaged, announce=metadata.averages is not None and this_rank() == 0)
-        base, arguments, secrets = metadata.base, checkpoint.hyper_parameters, metadata.left_out
-        if hparams_file is not None:
-            arguments, secrets = read_hyper_parameters(hparams_file), ()
-        module = SavedArguments(os.fspath(path), arguments, secrets, metadata.argument).build(cls, overrides, ignore)
+        base = metadata.base
+        saved = checkpoint.hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
+        module = SavedArguments(os.fspath(path), saved, metadata.argument).build(cls, overrides, ignore)
         strict = module.strict_loading if strict is None else strict
         module.configure_model()
         description = f"The weights of {os.fspath(path)!r}"
@@ -463,9 +442,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
             The program, which can be called, inspected and saved.
 
         Raises:
-            ConfigurationError: a package, ``forward`` or the sample is missing, this process does not hold all weights,
-                torch cannot export ``forward``, or ``file_path`` is not the name of a file.
-            CheckpointError: the file cannot be written.
+            ConfigurationError: the sample is missing, or this process does not hold all weights.
         """
         from drivetrain._module.export import export_onnx  # Imported only here, because it is slow to import.
 
@@ -483,24 +460,11 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
                 a name such as ``"batch"`` makes a size dynamic.
 
         Raises:
-            ConfigurationError: ``forward`` or the sample is missing, or this process does not hold all weights.
+            ConfigurationError: the sample is missing, or this process does not hold all weights.
         """
         from drivetrain._module.export import export_program  # Imported only here, because it is slow to import.
 
         return export_program(self, input_sample, kwargs)
-
-    def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, because TorchScript is deprecated.
-
-        Raises:
-            ConfigurationError: always. The message names the alternatives.
-        """
-        raise ConfigurationError(
-            f"{type(self).__name__}.to_torchscript was called.",
-            "TorchScript is deprecated: PyTorch no longer develops it.",
-            "use export() with torch.export.save (AOTInductor compiles the program for C++), or to_onnx(); "
-            "torch.jit.trace(module.eval(), example) works as far as torch still supports it.",
-        )
 
     # The engine sets `_is_locked` for a run, during which only the strategy may move or cast the module.
 

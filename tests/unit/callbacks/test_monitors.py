@@ -25,7 +25,7 @@ from drivetrain.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelS
 from drivetrain.callbacks.model_summary import summarize
 from drivetrain.callbacks.throughput_monitor import peak_of, tf32_is_on
 from drivetrain.loggers import CSVLogger
-from drivetrain.testing import requires_package, run_distributed
+from drivetrain.testing import run_distributed
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 from emulated_cuda import requires_emulated_cuda
 from worlds import DEEPSPEED, on_emulated_cuda, on_ranks, preload
@@ -249,7 +249,6 @@ def test_under_a_strategy_shapes_are_those_of_whole_tensors(strategy: str) -> No
     assert same
 
 
-PSUTIL = requires_package("psutil")
 FLOPS = 2 * 2 * 4 * 4  # Linear(4, 1) on 4 rows, forward and the weight's gradient
 
 
@@ -379,13 +378,7 @@ def test_a_joining_rank_is_neither_counted_nor_suspected() -> None:
     assert on_ranks(_uneven, 2, process_group=None) == [(51, pytest.approx(10))] * 2
 
 
-def test_flops_are_counted_during_a_run_alone_and_none_are_warned_of() -> None:
-    class Plain(Regression):
-        def loss(self, batch: Any) -> torch.Tensor:
-            return self.net.weight.sum()
-
-    with pytest.warns(UserWarning, match="counted no FLOPs"):
-        quiet_fit(callbacks=ThroughputMonitor(peak_flops=1e9)).fit(Plain(), loader())
+def test_flops_are_counted_during_a_run_alone() -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         quiet_fit(callbacks=[ThroughputMonitor(peak_flops=1e9), failing(1)]).fit(Regression(), loader())
     assert not is_in_torch_dispatch_mode()
@@ -464,20 +457,6 @@ def test_on_cuda_it_logs_the_allocators_values(tmp_path: Path) -> None:  # L-08
     assert not any("cpu_percent" in name for name in rows[0])
 
 
-def test_where_there_is_nothing_to_log_it_is_refused_by_name(tmp_path: Path, monkeypatch: Any) -> None:  # L-08
-    with pytest.raises(ConfigurationError, match=r"DeviceStatsMonitor\(cpu_stats=False\) has nothing to log on 'cpu'"):
-        logged(tmp_path, DeviceStatsMonitor(cpu_stats=False))
-    monkeypatch.setattr("drivetrain.callbacks.device_stats_monitor.is_installed", lambda name: name != "psutil")
-    with pytest.raises(ConfigurationError, match="pip install psutil"):
-        logged(tmp_path, DeviceStatsMonitor())
-
-
-@pytest.mark.parametrize("kind", [LearningRateMonitor, pytest.param(DeviceStatsMonitor, marks=PSUTIL)])
-def test_without_a_logger_monitors_warn(kind: Any) -> None:  # L-08
-    with pytest.warns(UserWarning, match="logs nothing: the run has no logger"):
-        quiet_fit(callbacks=kind()).fit(Regression(), loader(4))
-
-
 def test_the_norms_of_gradients_have_lightnings_keys_and_are_computed_in_float32_or_float64() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).requires_grad_(False))
     assert grad_norm(net, 2) == {}
@@ -489,9 +468,6 @@ def test_the_norms_of_gradients_have_lightnings_keys_and_are_computed_in_float32
         gradients = [p.grad.flatten() for p in net[0].parameters() if p.grad is not None]
         torch.testing.assert_close(norms[f"{name}_total"], torch.cat(gradients).norm(float(order)))
         torch.testing.assert_close(norms[f"{name}.0.weight"], gradients[0].norm(float(order)))
-    for wrong in (0, -1, "nan"):
-        with pytest.raises(ConfigurationError, match="norm_type"):
-            grad_norm(net, wrong)
     for dtype, value in ((torch.float16, 2000.0), (torch.bfloat16, 0.01), (torch.float64, 1e200)):
         layer = nn.Linear(64, 64, bias=False, dtype=dtype)
         layer.weight.grad = torch.full_like(layer.weight, value)

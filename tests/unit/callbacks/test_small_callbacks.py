@@ -38,10 +38,8 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("Checkpoint", {"train_time_interval": 30}, "train_time_interval=30"),
         *(("Checkpoint", {"filename": name}, INVALID) for name in (*NAMES, *FILES)),
         ("Checkpoint", {"filename": "{val_loss:.>9}", "auto_insert_metric_name": False}, INVALID),
-        ("Checkpoint", {"filename": "{epoch:s}"}, "cannot be formatted as 's'"),
         *(("EarlyStopping", {"monitor": "a", "patience": patience}, f"patience={patience}") for patience in (-1, True)),
         ("EarlyStopping", {"monitor": "a", "mode": "mni"}, "mode='mni'"),
-        ("EarlyStopping", {"monitor": "a", "log_rank_zero_only": False}, "log_rank_zero_only=False"),
         *(("EMAWeightAveraging", {"decay": decay}, "decay=") for decay in (1.5, -0.1, float("nan"))),
         *(("EMAWeightAveraging", {"update_every_n_steps": steps}, "update_every_n_steps=") for steps in (0, 1.5)),
         ("EMAWeightAveraging", {"update_starting_at_step": -1}, "update_starting_at_step="),
@@ -49,7 +47,6 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("GarbageCollection", {"every_n_steps": 0}, "every_n_steps=0"),
         *(("GradientAccumulationScheduler", {"scheduling": each}, "Scheduler") for each in SCHEDULES),
         ("LambdaCallback", {"on_train_epoch_ends": print}, "Did you mean 'on_train_epoch_end'"),
-        ("LambdaCallback", {"on_fit_end": "print"}, "not a function"),
         ("LearningRateMonitor", {"logging_interval": "steps"}, "Did you mean 'step'"),
         ("LossSpikeGuard", {"action": "rolback"}, r"action='rolback'\)\. Did you mean 'rollback'"),
         ("LossSpikeGuard", {"every_n_steps": 0}, "every_n_steps=0"),
@@ -61,12 +58,11 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("PredictionWriter", {"path": "out", "part_bytes": 0}, "bytes"),
         *(("ProgressBar", {"refresh_rate": rate}, "refresh_rate") for rate in (0, -1, 11)),
         ("ReplicaCheck", {"every_n_steps": 0}, "every_n_steps=0"),
-        *(("ThroughputMonitor", {name: -1}, name) for name in ("window", "peak_flops", "flops")),
         ("ThroughputMonitor", {"window": 0}, "window"),
         *(("Timer", {"duration": given}, "duration=") for given in ("12:00", "a:b:c:d", {"hour": 1}, timedelta(-1))),
         ("Timer", {"interval": "steps"}, "interval='steps'"),
         ("WeightAveraging", {"avg_fn": 0.9}, r"WeightAveraging\(avg_fn=0.9\)"),
-        ("Checkpoint", {"dirpath": 3}, r"dirpath=3(?s:.*)type int .* type of dirpath is str \| os"),
+        ("Checkpoint", {"dirpath": 3}, r"dirpath=3(?s:.*)dirpath takes str \| os.* and a int"),
         ("EarlyStopping", {"monitor": "a", "min_delta": "x"}, "min_delta='x'"),
         ("EMAWeightAveraging", {"decay": "x"}, "decay='x'"),
         ("GradientAccumulationScheduler", {"scheduling": 4}, "scheduling=4"),
@@ -88,7 +84,7 @@ def test_bad_arguments_are_refused(name: str, options: dict[str, Any], message: 
         ("LearningRateMonitor", [("step",), ("epoch",)]),
         ("ModelSummary", [(1,), (2,)]),
         ("NonFiniteGuard", [(), (2,)]),
-        ("ReplicaCheck", [(), (100, False)]),
+        ("ReplicaCheck", [(), (50,)]),
         ("Timer", [(), ("00:01:00:00",), (None, "epoch")]),
     ],
 )
@@ -136,8 +132,6 @@ def test_stages_are_measured_apart_and_a_failure_stops_the_clock(clock: Clock) -
     clock.now += 100
     assert timer.time_elapsed() == 5.0
     assert timer.start_time("validate") is None  # the sanity check does not count
-    with pytest.raises(ConfigurationError, match="Did you mean 'train'"):
-        timer.time_elapsed("training")
 
 
 def test_the_functions_of_a_lambda_callback_are_its_only_hooks() -> None:  # H-01

@@ -78,7 +78,7 @@ def plain(batch: Any) -> Any:
 def test_an_iterable_data_set_is_each_ranks_own_part() -> None:
     stream = Stream(10)
     source = prepare_loader(DataLoader(stream, 4), training=True, rank=1, world_size=2)
-    assert (source.length, source.shards_known) == (None, False)
+    assert (source.length, source.shares_known) == (None, False)
     pairs = [(plain(batch), shard) for batch, shard in source.epoch(3)]
     assert pairs == [
         ([0, 1, 2, 3], BatchShare(4, None, False, 0)),
@@ -88,7 +88,7 @@ def test_an_iterable_data_set_is_each_ranks_own_part() -> None:
     assert stream.epochs == [3]
     assert [(plain(batch), shard) for batch, shard in source.epoch(4, 2)] == pairs[2:]
     alone = prepare_loader(DataLoader(SizedStream(10), 4), training=True)
-    assert (alone.length, alone.shards_known) == (3, True)
+    assert (alone.length, alone.shares_known) == (3, True)
     assert [shard for _, shard in alone.epoch(0)][-1] == BatchShare(2, 2, False, 8)
 
 
@@ -106,13 +106,12 @@ def test_an_iterable_of_batches() -> None:
 WITHOUT_BATCHES: dict[str, tuple[Any, str]] = {
     "no sample": (loader(0, 4), NO_BATCH),
     # a batch of 4 for one rank, and none for two
-    "drop_last": (DataLoader(numbers(7), 4, drop_last=True), "7 samples, batch_size=4, drop_last=True, 2 ranks"),
+    "drop_last": (DataLoader(numbers(7), 4, drop_last=True), "no batch of its 7 samples"),
     "empty stream": (DataLoader(SizedStream(0), 4), NO_BATCH),
     "batch sampler": (DataLoader(numbers(3), batch_sampler=[]), NO_BATCH),
     "list": ([], NO_BATCH),
     "dict": ({"a": []}, NO_BATCH),
     "no loader": ({}, "contains no loader"),
-    "number": (3, "int is not a loader"),
 }
 
 
@@ -120,8 +119,6 @@ WITHOUT_BATCHES: dict[str, tuple[Any, str]] = {
 def test_what_yields_no_batch_is_refused(given: Any, message: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=message):
         prepare_loader(given, training=True, world_size=2)
-    with pytest.raises(ConfigurationError, match="rank=2"):
-        prepare_loader([torch.zeros(1)], training=True, rank=2, world_size=2)
 
 
 def test_iterables_that_yield_no_batch_are_refused_when_they_are_read() -> None:  # G-06
@@ -150,27 +147,25 @@ def yielding(change: Callable[[list[Any]], list[Any]]) -> type[DataLoader[Any]]:
 
 
 FEWER, MORE, EQUAL = yielding(lambda batches: batches[:2]), yielding(lambda batches: batches * 2), yielding(list)
-GRAPHS = yielding(lambda batches: [torch.zeros(7 + index, 3) for index in range(len(batches))])
-"""The first dimension of a batch of graphs is the number of all their nodes."""
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize(("kind", "samples"), [(FEWER, [2, 2]), (MORE, [2, 2, 2, 2, 1] * 2), (GRAPHS, [2, 2, 2, 2, 1])])
+@pytest.mark.parametrize(("kind", "samples"), [(FEWER, [2, 2]), (MORE, [2, 2, 2, 2, 1] * 2)])
 def test_all_batches_of_a_subclass_are_read_and_counted(kind: type, samples: list[int], shuffled: bool) -> None:  # I-04
     sampler = WeightedRandomSampler([1.0] * 9, 9) if shuffled else None
     source = prepare_loader(kind(numbers(9), 2, sampler=sampler), training=True)
     assert [shard.samples for _, shard in source.epoch(0)] == samples
-    assert (source.length, source.length_is_exact, source.shards_known) == (5, False, True)
+    assert (source.length, source.length_is_exact, source.shares_known) == (5, False, True)
 
 
 def test_a_subclass_on_several_ranks_yields_each_ranks_own_batches() -> None:  # I-04
     doubled = []
     for rank in (0, 1):
         source = prepare_loader(FEWER(numbers(9), 2), training=True, rank=rank, world_size=2)
-        assert not source.shards_known
+        assert not source.shares_known
         assert [shard.total for _, shard in source.epoch(0)] == [None, None]
         # With torch's own iteration, every rank knows all shards without communication.
-        assert prepare_loader(loader(9), training=True, rank=rank, world_size=2).shards_known
+        assert prepare_loader(loader(9), training=True, rank=rank, world_size=2).shares_known
         source = prepare_loader(Doubling(10, text="hm"), training=True, rank=rank, world_size=2)
         for (batch, text), _ in source.epoch(0):
             assert text == "hm"

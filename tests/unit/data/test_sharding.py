@@ -26,7 +26,7 @@ from torch.utils.data import (
 from drivetrain._data.batch_source import BatchSource
 from drivetrain._data.loaders import prepare_loader  # private: all ranks are simulated in one process
 from drivetrain._data.sharding import BatchShare, EpochOffset
-from drivetrain.data import KeyedPermutation, SequentialOrder, order
+from drivetrain.data import order
 from drivetrain.errors import ConfigurationError
 from oracle.data_loaders import Ragged
 from oracle.dealing import GlobalBatch, deal, deal_evaluation
@@ -98,7 +98,7 @@ def steps(ranks: list[BatchSource], epoch: int = 0, start: int = 0) -> list[Step
     assert len({len(batches) for batches in epochs}) == 1
     for source in ranks:
         assert source.length in (None, len(epochs[0]) + start)
-        assert source.shards_known
+        assert source.shares_known
     return [list(step) for step in zip(*epochs, strict=True)]
 
 
@@ -212,7 +212,7 @@ def test_a_sampler_of_one_ranks_part_is_not_sharded_again() -> None:
     for rank in (0, 1):
         part = CustomPart(Numbers(20), num_replicas=2, rank=rank, shuffle=False)
         source = prepare_loader(loader(20, 4, sampler=part), training=True, rank=rank, world_size=2)
-        assert (source.length, source.shards_known) == (3, False)
+        assert (source.length, source.shares_known) == (3, False)
         pairs = list(source.epoch(0))
         assert [(shard.samples, shard.total) for _, shard in pairs] == [(4, None), (4, None), (2, None)]
         read += [index for batch, _ in pairs for index in batch.tolist()]
@@ -262,9 +262,9 @@ def test_use_distributed_sampler_false_leaves_the_loader_alone() -> None:
     pairs = list(source.epoch(0))
     assert [batch.tolist() for batch, _ in pairs] == expected
     assert [shard.samples for _, shard in pairs] == [3] * 6 + [2]
-    assert (source.shards_known, source.length) == (True, 7)
+    assert (source.shares_known, source.length) == (True, 7)
     several = prepare_loader(plain, training=True, rank=1, world_size=2, replace_sampler=False)
-    assert (several.shards_known, several.length) == (False, 7)
+    assert (several.shares_known, several.length) == (False, 7)
     assert {shard.total for _, shard in several.epoch(0)} == {None}
 
 
@@ -283,7 +283,7 @@ def test_a_data_set_of_batches_is_divided_by_batches() -> None:
     parts = []
     for source in sources(lambda: DataLoader(batches, batch_size=None, shuffle=True), 3):
         pairs = list(source.epoch(0))
-        assert (len(pairs), source.length, source.shards_known) == (3, 3, False)
+        assert (len(pairs), source.length, source.shares_known) == (3, 3, False)
         assert [shard.samples for _, shard in pairs] == [0 if shard.joins else len(batch) for batch, shard in pairs]
         parts += [int(batch[0]) for batch, shard in pairs if not shard.joins]
     assert sorted(parts) == list(range(7))
@@ -305,12 +305,10 @@ def test_each_position_is_a_pure_function_of_length_seed_and_epoch(length: int) 
     for other in (order(length, 8, 3), order(length, 7, 4)):
         assert (every == other(positions)).float().mean() < 0.2
     block = torch.tensor([[3, 1], [length - 1, 0]])
-    for found, expected in ((shuffled, every), (SequentialOrder(length), positions)):
-        assert [found[position] for position in (0, 1, length - 1)] == expected[[0, 1, -1]].tolist()
-        assert torch.equal(found(block), expected[block])
-        assert len(found) == length
-        with pytest.raises(IndexError):
-            found[length]
+    assert [shuffled[position] for position in (0, 1, length - 1)] == every[[0, 1, -1]].tolist()
+    assert torch.equal(shuffled(block), every[block])
+    with pytest.raises(IndexError):
+        shuffled[length]
 
 
 @pytest.mark.parametrize("length", [1000, 90_000])
@@ -328,7 +326,7 @@ def test_an_order_is_spread_evenly(length: int) -> None:
 def test_a_billion_samples_start_at_once_in_constant_memory() -> None:  # B-11
     tracemalloc.start()
     began = time.perf_counter()
-    shuffled = KeyedPermutation(10**9, seed=0, epoch=0)
+    shuffled = order(10**9, seed=0, epoch=0)
     block = shuffled(torch.arange(10**9 - 64, 10**9))
     elapsed = time.perf_counter() - began
     peak = tracemalloc.get_traced_memory()[1]
@@ -336,4 +334,4 @@ def test_a_billion_samples_start_at_once_in_constant_memory() -> None:  # B-11
     assert peak < 100_000
     assert elapsed < 0.5
     assert len(set(block.tolist())) == 64
-    assert 0 <= int(block.min()) <= int(block.max()) < 10**9 == len(shuffled)
+    assert 0 <= int(block.min()) <= int(block.max()) < 10**9

@@ -116,7 +116,7 @@ def test_defaults_of_a_data_module() -> None:
     assert (data.hparams, data.state_dict()) == ({}, {})
     assert data.transfer_batch_to_device([tensor()], META, 0)[0].device == META
     for stage in ("train", "val", "test", "predict"):
-        with pytest.raises(NotImplementedError, match=f"DataModule has no {stage}_dataloader"):
+        with pytest.raises(NotImplementedError):
             getattr(data, f"{stage}_dataloader")()
     with pytest.raises(AttributeError, match="no attribute 'trainr'"):
         _ = data.trainr  # type: ignore[attr-defined]

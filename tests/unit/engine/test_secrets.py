@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -129,12 +128,8 @@ def test_a_required_secret_is_requested(tmp_path: Path) -> None:  # J-11
         Fetching.load_from_checkpoint(path)
     assert "load_from_checkpoint(path, api_token=...)" in caught.value.fix
     assert "checkpoints do not contain secrets" in caught.value.why
-    with pytest.warns(UserWarning, match=r"built without 'login.password'.*login=\.\.\."):
-        module = Fetching.load_from_checkpoint(path, api_token="another")
+    module = Fetching.load_from_checkpoint(path, api_token="another")
     assert module.hparams == {"api_token": "another", "width": 3, "login": {"user": "me"}, "pad_token": "<pad>"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Fetching.load_from_checkpoint(path, api_token="another", login={"user": "me", "password": "p"})
     resuming = fetching()
     fit(tmp_path, max_epochs=2).fit(resuming, regression(), ckpt_path=path)
     assert resuming.hparams.api_token == SECRET
@@ -160,7 +155,7 @@ def test_a_converted_checkpoint_contains_no_secret(tmp_path: Path) -> None:  # J
         ({"db": f"s3://u:{SECRET}@h"}, "db"),
         ('api_token = "{}"\n', "api_token"),
         (("DRIVETRAIN_API_TOKEN", SECRET), "DRIVETRAIN_API_TOKEN"),
-        (("DRIVETRAIN_MAX_EPOCHS", f"s3://u:{SECRET}@h"), r"s3://u:\.\.\.@h"),
+        (("DRIVETRAIN_MAX_EPOCHS", f"s3://u:{SECRET}@h"), r"max_epochs=\.\.\."),
     ],
 )
 def test_a_mistake_in_a_setting_shows_no_secret(tmp_path: Path, monkeypatch: Any, given: Any, named: str) -> None:

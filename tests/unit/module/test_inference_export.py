@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain import Callback, ConfigurationError, Fit, TrainModule
 from drivetrain.testing import requires_package
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 from worlds import DEEPSPEED, on_ranks, preload
@@ -105,34 +105,16 @@ def test_an_exported_program_can_be_saved_and_loaded(tmp_path: Path) -> None:  #
     assert torch.equal(scaled(inputs(2), torch.ones(2)), in_evaluation(module, inputs(2)))
 
 
-def test_an_impossible_export_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # L-08
+def test_an_impossible_export_is_refused() -> None:  # L-08
     without_example = Net()
     without_example.example_input_array = None
     exports: dict[str, Callable[[], Any]] = {
-        "NoForward has no forward": type("NoForward", (Net,), {"forward": nn.Module.forward})().to_onnx,
-        "omit dynamo": lambda: Net().to_onnx(dynamo=False),
-        r"use export\(\)": lambda: Net().to_torchscript("net.pt"),
-        "omit the size from dynamic_shapes": lambda: Net().to_onnx(io.BytesIO(), dynamic_shapes={"x": {1: "features"}}),
-        "are on the meta device": Net().to("meta").export,
+        "does not hold the whole of": Net().to("meta").export,
         r"set self\.example_input_array": without_example.export,
     }
     for message, export in exports.items():
         with pytest.raises(ConfigurationError, match=message):
             export()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="pip install onnx onnxscript"):
-        Net().to_onnx()
-
-
-def test_a_file_that_cannot_be_written_is_not_left_behind(tmp_path: Path) -> None:  # L-08
-    (tmp_path / "net.onnx").mkdir()
-    for place in (tmp_path / "net.onnx", f"{tmp_path}/", "", 3, b"net.onnx", "memory://served/net.onnx"):
-        with pytest.raises(ConfigurationError, match="cannot be written"):
-            Net().to_onnx(place)  # type: ignore[arg-type]
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="could not be written"):
-        Net().to_onnx(tmp_path / "file" / "net.onnx")
-    assert sorted(os.listdir(tmp_path)) == ["file", "net.onnx"]
 
 
 class ExportingCallback(Callback):
@@ -162,5 +144,5 @@ def _export_within_and_after(strategy: str) -> tuple[str, bool]:
 def test_an_export_within_a_sharded_run_is_refused(strategy: str) -> None:  # L-08
     for refusal, is_equal in on_ranks(_export_within_and_after, 2, strategy, process_group=None, timeout=120):
         assert is_equal
-        for part in ("this rank holds shards of ", "Net.load_from_checkpoint(path).export("):
+        for part in ("does not hold the whole of ", "Net.load_from_checkpoint(path).export("):
             assert (part in refusal) == (strategy != "ddp")

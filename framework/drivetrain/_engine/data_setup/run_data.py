@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._data.batch_source import BatchSource, LimitedSource
+from drivetrain._data.batch_source import BatchSource, LimitedLoader
 from drivetrain._data.combined import is_collection
 from drivetrain._data.loaders import prepare_loader
 from drivetrain._data.rng_replay import RngReplay
@@ -42,9 +42,9 @@ class RunData(StageLoaders):
         super().__init__()
         self._request = request
         self._strategy = strategy
-        self._training: LimitedSource | None = None
+        self._training: LimitedLoader | None = None
         self._built_early: Any = None  # the training loader(s), if `length_before_loading` has built them
-        self.evaluation: dict[str, list[LimitedSource]] = {}
+        self.evaluation: dict[str, list[LimitedLoader]] = {}
         """The prepared evaluation loaders by stage."""
         self.batch_size: int | None = None
         """The number of samples in one rank's training micro-batch; None if the loader has no ``batch_size``."""
@@ -74,7 +74,7 @@ class RunData(StageLoaders):
         return bool(self.evaluation.get("validate"))
 
     @property
-    def training(self) -> LimitedSource:
+    def training(self) -> LimitedLoader:
         """The training loader, once it is prepared."""
         assert self._training is not None
         return self._training
@@ -88,12 +88,12 @@ class RunData(StageLoaders):
         """Return the facts that must be the same on every rank, which `check_ranks_agree` compares."""
         facts: dict[str, Any] = {}
         if self.trains:
-            facts["training micro-batches"] = self.train.length if self.train.shards_known else None
+            facts["training micro-batches"] = self.train.length if self.train.shares_known else None
             facts["training samples"] = self.train.samples
             facts["training subset"] = self.train.subset
         for stage, loaders in self.evaluation.items():
             sources = [loader.source for loader in loaders]
-            facts[f"{stage} micro-batches"] = [source.length if source.shards_known else None for source in sources]
+            facts[f"{stage} micro-batches"] = [source.length if source.shares_known else None for source in sources]
             facts[f"{stage} samples"] = [source.samples for source in sources]
             facts[f"{stage} subset"] = [source.subset for source in sources]
         return facts
@@ -156,7 +156,7 @@ class RunData(StageLoaders):
             )
         return loaders
 
-    def _prepare_training(self, loaders: Any) -> LimitedSource:
+    def _prepare_training(self, loaders: Any) -> LimitedLoader:
         training = self._prepare("training loader", loaders, "limit_train_batches", "train")
         self._measure_training(training)
         return training
@@ -200,7 +200,7 @@ class RunData(StageLoaders):
             prepared.append(self._prepare(title, loader, limit, stage))
         self._measure_evaluation(stage)
 
-    def _prepare(self, title: str, loader: Any, limit: str, stage: str) -> LimitedSource:
+    def _prepare(self, title: str, loader: Any, limit: str, stage: str) -> LimitedLoader:
         strategy, trainer = self._strategy, self._request.trainer
         overfits = self._request.stage == "fit" and bool(trainer.overfit_batches)
         try:
@@ -216,7 +216,7 @@ class RunData(StageLoaders):
         except ConfigurationError as error:
             raise ConfigurationError(f"The {title}: {error.what}", error.why, error.fix) from error.__cause__
         name = "overfit_batches" if overfits else limit
-        return LimitedSource(source, getattr(trainer, name), name)
+        return LimitedLoader(source, getattr(trainer, name), name)
 
     # Sizes
 
@@ -255,9 +255,9 @@ class RunData(StageLoaders):
             check_ranks_agree(control, self.facts())
         return ranks > 0
 
-    def _measure_training(self, training: LimitedSource) -> None:
+    def _measure_training(self, training: LimitedLoader) -> None:
         length = training.source.length
-        if not training.source.shards_known:
+        if not training.source.shares_known:
             # Each rank knows only the length of its own loader, and the longest loader ends the epoch.
             lengths = self._strategy.control.gather_objects(length)
             length = None if None in lengths else max(lengths)
