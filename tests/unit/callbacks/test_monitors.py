@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from drivetrain import ConfigurationError, callbacks, grad_norm
+from drivetrain import callbacks, grad_norm
 from drivetrain.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelSummary, ThroughputMonitor
 from drivetrain.callbacks.model_summary import summarize
 from drivetrain.callbacks.throughput_monitor import peak_of, tf32_is_on
