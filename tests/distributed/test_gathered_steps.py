@@ -31,7 +31,6 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from captured_warnings import captured_warnings
 from drivetrain import Strategy, TrainModule
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 from oracle import program as plan
 from oracle.check import check
@@ -268,8 +267,3 @@ def test_parameters_above_the_limit_are_refused_with_both_ways_out() -> None:  #
 def test_a_group_that_is_added_within_a_run_counts_towards_the_limit() -> None:  # B-17
     for text in on_ranks(_with_limit, 2, Unfreezing("lamb"), 251):
         assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
-
-
-def test_the_declaration_is_a_boolean() -> None:  # B-17
-    with pytest.raises(ConfigurationError, match="'elementwise': 1"):
-        quiet().fit(Module("rows", 1), loader(SAMPLES, BATCH))

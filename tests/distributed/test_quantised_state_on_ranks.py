@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import TrainModule
 from drivetrain._distributed.shards import Box, ParameterShard
-from drivetrain._format import StateToSave, commit, copy_to_host, tensor_writer
+from drivetrain._format import StateToSave, prepare_checkpoint, tensor_writer, write_checkpoint
 from drivetrain.callbacks import Checkpoint
 from drivetrain.testing import requires_package
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
@@ -142,13 +142,13 @@ def _save_with_unreadable_part(path: str, failing_rank: int, name: str) -> str:
     half = Box((32 * plane.rank, 0), (32, 4))
     shards = {key: ParameterShard(values[half.index], (64, 4), half) for key in ("first", "second", "third")}
     tensor_writer.SMALL_BYTES = tensor_writer.CHUNK_BYTES = 200
-    staged = copy_to_host(StateToSave({**shards, "whole": values}), plane.rank, plane.world_size)
+    staged = prepare_checkpoint(StateToSave({**shards, "whole": values}), plane.rank, plane.world_size)
     if plane.rank == failing_rank:
         tensors = staged.parts[0].tensors
         broken = Unreadable.of(values if name == "whole" else values[half.index])
         tensors[name] = broken if name == "whole" else replace(shards[name], local=broken)
     with failing() as caught:
-        commit(path, staged, plane)
+        write_checkpoint(path, staged, plane)
     plane.barrier()
     return f"{caught['type']}: {caught['text']}"
 

@@ -211,12 +211,6 @@ def test_averages_resume_under_other_strategies_and_are_in_the_module_after_fit(
     assert_near(weights, {name: trained[name] for name in weights})
 
 
-def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
-    run(Net(), ema(), Checkpoint(tmp_path / "c", every_n_train_steps=4), max_steps=4)
-    run(Net(), Checkpoint(tmp_path / "c", every_n_train_steps=4), path="last")
-    assert "has tensors of callbacks that this run does not have: 'EMAWeightAveraging'." in caplog.text
-
-
 def running_mean(average: Any, weight: Any, updates: Any) -> Any:
     return average + (weight - average) / (updates + 1)
 

@@ -22,7 +22,7 @@ import torch
 from drawing_run import QUIET, Augmented, Drawing
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
-from drivetrain._format.checksums import BlockChecksums
+from drivetrain._format.file_writer import BlockChecksums
 from drivetrain.callbacks import Checkpoint, EarlyStopping, LambdaCallback
 from drivetrain.checkpoint import load, show, verify
 from newest_checkpoint import newest

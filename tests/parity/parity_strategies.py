@@ -80,8 +80,8 @@ BY_ZERO = {
     "unfrozen": "add_param_group on AdamW within a run, under DeepSpeed",
 }
 PRECISIONS_BY_ZERO = {
-    "64-true": "DeepSpeed's optimizers keep float32 master weights",
-    "bf16-true": "without float32 master weights",
+    "64-true": "a DoublePrecision, under DeepSpeed",
+    "bf16-true": "a HalfPrecision, under DeepSpeed",
 }
 if not FP16 and parity_device.DEVICE == "cpu":
     PRECISIONS_BY_ZERO["16-mixed"] = "which this device does not support"

@@ -109,6 +109,9 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:  # E-03
     path.write_text('{"zero_optimization": {"stage": 3}}')
     assert DeepSpeedStrategy(config=path).stage == 3
     assert DeepSpeedStrategy(config=str(path)).collective_forward
+    path.write_text("{not JSON")
+    with pytest.raises(ConfigurationError, match=r"zero\.json'\) cannot be read"):
+        DeepSpeedStrategy(config=path)
 
 
 @pytest.mark.parametrize(

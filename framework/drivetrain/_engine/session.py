@@ -250,8 +250,8 @@ class Session:
         checkpoints.carry_out_requests()
         checkpoints.finish()
         if strategy.rank == 0 and not run.request.trial:
-            finished = [already_ended, "nothing was left to train"]
-            ending.set_reasons(loop.why_it_ended() if already_ended is None else finished)
+            reasons = [already_ended, "nothing was left to train"] if already_ended is not None else loop.why_it_ended()
+            ending.set_reasons(reasons)
 
     def _prepare_loggers(self) -> None:
         """Rewind the loggers to the step that the run resumes from, and log the hyper-parameters."""

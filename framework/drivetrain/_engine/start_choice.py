@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._format import CheckpointReader, load
 from drivetrain._runs import liveness
 from drivetrain._runs.checkpoint_folders import is_checkpoint_at
@@ -35,8 +34,11 @@ def decide_finally(search: StartSearch, control: ControlPlane) -> StartDecision:
     while True:
         decision = decide(found, request)
         found_path = decision.path if request.ckpt_path in CKPT_PATH_KEYWORDS else None
-        if found_path is not None and search.drop_if_unreadable(found_path, check_saved_state):
-            continue
+        if found_path is not None:
+            from drivetrain._engine.checkpoints.resumed_run import check_saved_state  # only runs that resume need it
+
+            if search.drop_if_unreadable(found_path, check_saved_state):
+                continue
         run = decision.unsure_of
         if run is None:
             return _with_best(decision, search) if found_path and request.ckpt_path == "best" else decision
@@ -71,7 +73,7 @@ def _best_checkpoint(newest: CheckpointReader, folders: Sequence[str]) -> tuple[
         folders: other folders in which the best checkpoint may be.
     """
     problem = "none of its Checkpoint callbacks has saved by a monitored value"
-    with reporting_malformed(newest, "the run's state", "callbacks"):
+    with newest.reading("callbacks"):
         for saved in newest.state()["callbacks"].values():
             best = _scored_best(saved)
             if best is None:

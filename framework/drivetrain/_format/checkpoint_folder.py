@@ -51,12 +51,6 @@ def existing_folder(path: str) -> Folder:
         if moved_aside is None:
             raise CheckpointError(f"There is no checkpoint at {path!r}.", "the path does not exist.", "check the path.")
         return moved_aside
-    if root is not None and not os.path.isdir(root):
-        raise CheckpointError(
-            f"{path!r} is not a checkpoint.",
-            "it is a file, and a checkpoint is a folder.",
-            "for files of another library, see drivetrain.checkpoint.convert.",
-        )
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,12 +78,11 @@ class CheckpointReader:
         """
         record = self.manifest.metadata.averages
         if record is None:
-            others = sorted(self.manifest.callbacks)
             raise CheckpointError(
                 f"{self.path!r} holds no averages of its weights.",
                 "the run averaged no weights, or averaging had not begun, or the checkpoint was saved after fit, with "
                 "what the module held then.",
-                f"use its weights, or its callback_tensors({others[0]!r})." if others else "use its weights.",
+                "use its weights, or its callback_tensors.",
             )
         return self.weights().with_values(self.callback_tensors(record.callback).sources())
 
@@ -154,12 +154,8 @@ class CheckpointReader:
     def state(self) -> Any:
         """Return the run's state, which rank 0 saved; None if no state was saved."""
         state = self._read_document(self.manifest.state)
-        try:
+        with self.reading("components or trainables"):
             return self._with_renames(state) if isinstance(state, dict) else state
-        except (TypeError, KeyError, AttributeError) as error:
-            raise damage_error(
-                self.path, f"the run's state names no parameters: {type(error).__name__}: {error}"
-            ) from error
 
     def _with_renames(self, state: dict[str, Any]) -> dict[str, Any]:
         for key, names in (state.get("trainables") or {}).items():
@@ -172,6 +168,19 @@ class CheckpointReader:
     def rank_state(self, rank: int) -> Any:
         """Return the state that the given rank saved; None if the rank saved none."""
         return self._read_document(self.manifest.ranks[rank] if rank < len(self.manifest.ranks) else None)
+
+    @contextmanager
+    def reading(self, key: str) -> Iterator[None]:
+        """Raise a `CheckpointError` that names ``key`` if a built-in error shows that its value is malformed."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise CheckpointError(
+                f"The checkpoint {self.path!r} is malformed: {key!r} cannot be restored: "
+                f"{type(error).__name__}: {error}.",
+                "the value does not have the form that the object's state_dict returns.",
+                "use another checkpoint, or load the weights alone with load_from_checkpoint.",
+            ) from error
 
     def close(self) -> None:
         """Free the blocks of files that are kept for the next read."""

@@ -14,7 +14,6 @@ from drivetrain._distributed.shards import region_from
 from drivetrain._format.checkpoint_folder import begin_checkpoint, join_checkpoint
 from drivetrain._format.collective_errors import gather_or_raise, run_collectively
 from drivetrain._format.file_writer import write_whole_file
-from drivetrain._format.host_copy import CheckpointCopy, PartCopy, StateToSave, copy_to_host
 from drivetrain._format.manifest import (
     MANIFEST,
     FileRecord,
@@ -23,6 +22,7 @@ from drivetrain._format.manifest import (
     encode_manifest,
     files_in_manifest,
 )
+from drivetrain._format.prepared_checkpoint import PreparedCheckpoint, PreparedPart, StateToSave, prepare_checkpoint
 from drivetrain._format.tensor_file import DTYPES, NAMES, Spec
 from drivetrain._format.tensor_writer import Regions, TensorOrShard, TensorWriter
 from drivetrain._storage.publication import Publication
@@ -47,28 +47,28 @@ def save(
         CheckpointError: the save failed. The error is raised on every rank and names the failed rank and the cause. An
             existing checkpoint at ``path`` is unchanged.
     """
-    commit(path, copy_to_host(contents, control.rank, control.world_size, shards_of), control)
+    write_checkpoint(path, prepare_checkpoint(contents, control.rank, control.world_size, shards_of), control)
 
 
-def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
-    """Write a staged checkpoint. Collective; may run in a background thread that has its own ``control``.
+def write_checkpoint(path: str, prepared: PreparedCheckpoint, control: ControlPlane) -> None:
+    """Write a prepared checkpoint. Collective; may run in a background thread that has its own ``control``.
 
     Raises:
         CheckpointError: see `save`.
     """
     publication: Publication | None = None
-    problem: Exception | None = staged.problem
+    problem: Exception | None = prepared.problem
     if control.rank == 0 and problem is None:
         try:
-            publication = begin_checkpoint(path, *staged.estimate_size(control.world_size))
+            publication = begin_checkpoint(path, *prepared.estimate_size(control.world_size))
         except Exception as error:
             problem = error
     try:
-        agreement = _agree(path, staged, publication, problem, control)
+        agreement = _agree(path, prepared, publication, problem, control)
         if publication is None:
             publication = join_checkpoint(path, agreement.token)
-        written, parts = _write(path, staged, agreement, publication, control)
-        _commit_manifest(path, staged, publication, written, parts, control)
+        written, parts = _write(path, prepared, agreement, publication, control)
+        _publish(path, prepared, publication, written, parts, control)
     except BaseException:
         if publication is not None:
             publication.abandon()
@@ -94,10 +94,14 @@ class _Agreement:
 
 
 def _agree(
-    path: str, staged: CheckpointCopy, publication: Publication | None, problem: Exception | None, control: ControlPlane
+    path: str,
+    prepared: PreparedCheckpoint,
+    publication: Publication | None,
+    problem: Exception | None,
+    control: ControlPlane,
 ) -> _Agreement:
     """Check that what the ranks save fits together, and take the files of the state from rank 0. Collective."""
-    shared = [part for part in staged.parts if part.role != "rank"]
+    shared = [part for part in prepared.parts if part.role != "rank"]
     values = {**_values_to_compare(shared), "the path": path} if control.world_size > 1 else {}
     state = [(spec.name, NAMES[spec.dtype], spec.shape, spec.nbytes) for part in shared[-1:] for spec in part.specs]
     request = (
@@ -105,7 +109,7 @@ def _agree(
         "" if publication is None else publication.token,
         [{name: region and astuple(region) for name, region in part.regions.items()} for part in shared],
         state if control.rank == 0 else [],
-        staged.hash_algorithm,
+        prepared.hash_algorithm,
     )
     requests = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request, problem)
     if any(other[0] != requests[0][0] for other in requests):
@@ -128,7 +132,7 @@ def _agree(
     return _Agreement(token, regions, hash_algorithm)
 
 
-def _values_to_compare(shared: Sequence[PartCopy]) -> dict[str, str]:
+def _values_to_compare(shared: Sequence[PreparedPart]) -> dict[str, str]:
     """Return what must be the same on all ranks. Of the state, only the sharded tensors must be."""
     values: dict[str, str] = {}
     for part in shared:
@@ -146,8 +150,8 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
     for spec in specs:
         if spec.name not in rank_regions[0]:
             continue
-        shares = [regions[spec.name] for regions in rank_regions]
-        count = sum(region.numel for region in shares if region is not None)
+        own = [regions[spec.name] for regions in rank_regions]
+        count = sum(region.numel for region in own if region is not None)
         if count != spec.numel:
             raise CheckpointError(
                 f"The checkpoint {path!r} cannot be written: {spec.name!r} has {spec.numel} elements, and the "
@@ -161,13 +165,13 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
 
 
 def _write(
-    path: str, staged: CheckpointCopy, agreement: _Agreement, publication: Publication, control: ControlPlane
+    path: str, prepared: PreparedCheckpoint, agreement: _Agreement, publication: Publication, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     documents: dict[str, bytes] = {}
     parts: list[tuple[str, Part]] = []
     suffix, shared_regions = publication.suffix, iter(agreement.regions)
-    for part in staged.parts:
+    for part in prepared.parts:
         stem = f"{part.stem}{suffix}"
         regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
         for file in part.files:
@@ -179,7 +183,7 @@ def _write(
         if index is not None and control.rank == 0:
             documents[index] = _encode_index(part)
         parts.append((part.role, Part(document, tuple(file.name for file in part.files), index)))
-    files = [file for part in staged.parts for file in part.files]
+    files = [file for part in prepared.parts for file in part.files]
     publication.names = [*documents, *(file.name for file in files if file.owner == control.rank)]
     writer = TensorWriter(control, publication.folder, agreement.hash_algorithm)
     writer.write(files)
@@ -201,7 +205,7 @@ def _write(
     return records, shared + [part for parts_of_rank in all_parts for part in parts_of_rank if part[0] == "rank"]
 
 
-def _encode_index(part: PartCopy) -> bytes:
+def _encode_index(part: PreparedPart) -> bytes:
     """Return the index of a part's files in the format of Hugging Face's libraries."""
     file_names = {spec.name: file.name for file in part.files for spec in file.specs}
     total = sum(spec.nbytes for spec in part.specs)
@@ -209,16 +213,16 @@ def _encode_index(part: PartCopy) -> bytes:
     return (json.dumps(index, indent=1) + "\n").encode()
 
 
-def _commit_manifest(
+def _publish(
     path: str,
-    staged: CheckpointCopy,
+    prepared: PreparedCheckpoint,
     publication: Publication,
     written: dict[str, FileRecord],
     parts: Sequence[tuple[str, Part]],
     control: ControlPlane,
 ) -> None:
     """Write the manifest, which commits the checkpoint."""
-    identifier = staged.metadata.identifier or secrets.token_hex(16)
+    identifier = prepared.metadata.identifier or secrets.token_hex(16)
 
     def build_manifest() -> bytes:
         if control.rank != 0:
@@ -228,14 +232,14 @@ def _commit_manifest(
         def of_role(role: str) -> tuple[Part, ...]:
             return tuple(part for each, part in parts if each == role)
 
-        keys = [part.key for part in staged.parts if part.role == "callback"]
+        keys = [part.key for part in prepared.parts if part.role == "callback"]
         manifest = Manifest(
             identifier=identifier,
             world_size=control.world_size,
-            metadata=staged.metadata,
+            metadata=prepared.metadata,
             files=written,
             weights=of_role("weights")[0],
-            aliases=staged.aliases,
+            aliases=prepared.aliases,
             optimizers=of_role("optimizer"),
             callbacks=dict(zip(keys, of_role("callback"), strict=True)),
             state=next((part for part in of_role("state") if part.document), None),
@@ -249,7 +253,7 @@ def _commit_manifest(
     run_collectively(
         control,
         f"The checkpoint {path!r} may not have been written",
-        lambda: publication.commit(MANIFEST, content, files_in_manifest) if control.rank == 0 else None,
+        lambda: publication.publish(MANIFEST, content, files_in_manifest) if control.rank == 0 else None,
     )
 
 

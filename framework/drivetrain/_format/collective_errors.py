@@ -24,12 +24,15 @@ def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Ex
         CheckpointError: a rank failed. The error names the rank and the cause. If ``problem`` is a `CheckpointError`,
             that error is raised instead.
     """
-    values, problems = _gather(control, value, problem)
+    answers = control.gather_objects((None, value) if problem is None else (_error_texts(problem), None))
+    problems = {rank: texts for rank, (texts, _) in enumerate(answers) if texts is not None}
     if not problems:
-        return values
+        return [rank_value for _, rank_value in answers]
     if isinstance(problem, CheckpointError):
         raise problem
-    raise _error_of_ranks(summary, problems) from problem
+    rank, (what, why, fix) = next(iter(problems.items()))
+    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    raise CheckpointError(f"{summary}: rank {rank}{others}: {what}", why, fix) from problem
 
 
 def run_collectively(control: ControlPlane, summary: str, work: Callable[[], T]) -> T:
@@ -46,27 +49,10 @@ def run_collectively(control: ControlPlane, summary: str, work: Callable[[], T])
     try:
         result = work()
     except Exception as error:
-        problems = _gather(control, None, error)[1]
-        if isinstance(error, CheckpointError):
-            raise  # re-raised here, so that the traceback shows each frame once
-        raise _error_of_ranks(summary, problems) from error
+        gather_or_raise(control, summary, None, error)
+        raise
     gather_or_raise(control, summary, None, None)
     return result
-
-
-def _gather(
-    control: ControlPlane, value: Any, problem: Exception | None
-) -> tuple[list[Any], dict[int, tuple[str, str, str]]]:
-    answers = control.gather_objects((None, value) if problem is None else (_error_texts(problem), None))
-    values = [rank_value for _, rank_value in answers]
-    problems = {rank: texts for rank, (texts, _) in enumerate(answers) if texts is not None}
-    return values, problems
-
-
-def _error_of_ranks(summary: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
-    rank, (what, why, fix) = next(iter(problems.items()))
-    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return CheckpointError(f"{summary}: rank {rank}{others}: {what}", why, fix)
 
 
 def _error_texts(problem: Exception) -> tuple[str, str, str]:

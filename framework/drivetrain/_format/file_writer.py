@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._format.checksums import BlockChecksums
+from drivetrain._format.checksums import BLOCK, crc32
 from drivetrain._format.manifest import FileRecord
 from drivetrain._storage.folder import Content, Sink
 
@@ -154,3 +154,36 @@ class FileWriter:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+class BlockChecksums:
+    """Computes the checksum of each block of a file, given its bytes in order, in chunks of any size."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block = block
+        self._finished_blocks: list[str] = []
+        self._block_checksum = 0
+        self._block_bytes = 0
+        self.size = 0
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Add the next bytes."""
+        view = memoryview(content)
+        self.size += len(view)
+        while len(view):
+            chunk = view[: self._block - self._block_bytes]
+            self._block_checksum = crc32(chunk, self._block_checksum)
+            self._block_bytes += len(chunk)
+            view = view[len(chunk) :]
+            if self._block_bytes == self._block:
+                self._close()
+
+    def text(self) -> str:
+        """Return the concatenated checksums, eight hexadecimal digits per block. The last block may be shorter."""
+        if self._block_bytes:
+            self._close()
+        return "".join(self._finished_blocks)
+
+    def _close(self) -> None:
+        self._finished_blocks.append(f"{self._block_checksum:08x}")
+        self._block_checksum = self._block_bytes = 0

@@ -404,7 +404,7 @@ _METADATA: dict[str, Callable[[Any], Any]] = {
     "strategy": _text,
     "precision": _text,
     "weights_only": bool,
-    "progress": _values,
+    "progress": lambda counters: {name: _count(value) for name, value in counters.items()},
     "hyper_parameters": _values,
     "argument": _text,
     "data_hyper_parameters": _values,

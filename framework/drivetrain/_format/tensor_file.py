@@ -102,23 +102,13 @@ def check_storable(values: Mapping[str, Any], part: str = "") -> list[Spec]:
         CheckpointError: a tensor has an unsupported name, class, dtype, layout or device.
     """
     for key, value in values.items():
-        name = f"{part}: {key}" if part else key
         tensor = value.local if isinstance(value, ParameterShard) else value
         if key == METADATA:
-            raise CheckpointError(
-                f"A checkpoint cannot hold a tensor named {METADATA!r}.",
-                "the header of a safetensors file reserves that key.",
-                "give the parameter or buffer another name.",
-            )
+            problem = f"named {METADATA!r}, which the header of a safetensors file reserves"
         # A tensor of a subclass that wraps others has no memory of its own that could be read.
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise CheckpointError(
-                f"A checkpoint cannot hold {name!r}, a tensor of class {type(tensor).__name__}.",
-                "the class wraps other tensors, and a checkpoint would have to store these.",
-                "save the wrapped tensors. For the state of an optimizer, define __tensor_flatten__ and "
-                "__tensor_unflatten__ in the class, as torch.compile requires.",
-            )
-        if tensor.dtype not in NAMES:
+        elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            problem = f"of class {type(tensor).__name__}, which wraps other tensors"
+        elif tensor.dtype not in NAMES:
             problem = f"of dtype {tensor.dtype}"
         elif tensor.layout != torch.strided:
             problem = f"of layout {tensor.layout}"
@@ -127,9 +117,10 @@ def check_storable(values: Mapping[str, Any], part: str = "") -> list[Spec]:
         else:
             continue
         raise CheckpointError(
-            f"A checkpoint cannot hold {name!r}, a tensor {problem}.",
+            f"A checkpoint cannot hold {f'{part}: {key}' if part else key!r}, a tensor {problem}.",
             f"tensors are stored as safetensors, which supports dense tensors of these types: {', '.join(DTYPES)}.",
-            "convert it, for example a complex tensor to pairs of real numbers, or leave it out.",
+            "convert it, for example a complex tensor to pairs of real numbers, or leave it out. For the state of an "
+            "optimizer, define __tensor_flatten__ and __tensor_unflatten__ in the class, as torch.compile requires.",
         )
     return specs_of(values)
 
@@ -210,20 +201,20 @@ def _check_metadata(metadata: Any) -> None:
 
 def _entry(name: str, description: Any, data: int, size: int) -> Entry:
     if not isinstance(description, dict) or description.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{_shortened(name)} is described by {reprlib.repr(description)}")
+        raise ValueError(f"{reprlib.repr(name)} is described by {reprlib.repr(description)}")
     dtype, shape, offsets = description["dtype"], description["shape"], description["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{_shortened(name)} has the unknown dtype {reprlib.repr(dtype)}")
+        raise ValueError(f"{reprlib.repr(name)} has the unknown dtype {reprlib.repr(dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"{_shortened(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
+        raise ValueError(f"{reprlib.repr(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
     # A dimension of size 0 counts as 1 here, as in torch's computation of strides.
     if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MAX_COUNT:
-        raise ValueError(f"{_shortened(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
+        raise ValueError(f"{reprlib.repr(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     entry = Entry(name, DTYPES[dtype], tuple(shape), nbytes, data + offsets[0], data + offsets[1])
     if entry.end > size or entry.end - entry.begin != entry.nbytes:
         raise ValueError(
-            f"{_shortened(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}"
+            f"{reprlib.repr(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}"
         )
     return entry
 
@@ -236,19 +227,10 @@ def _check_contiguous(entries: Iterable[Entry], begin: int, size: int) -> None:
     """Reject tensors that overlap, and gaps between tensors, which the format does not allow."""
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != begin:
-            problem = (
-                "overlaps the previous tensor"
-                if entry.begin < begin
-                else f"leaves a gap of {entry.begin - begin} bytes"
-            )
-            raise ValueError(f"{_shortened(entry.name)}, which begins at byte {entry.begin}, {problem}")
+            raise ValueError(f"{reprlib.repr(entry.name)} begins at byte {entry.begin}, and not at byte {begin}")
         begin = entry.end
     if begin != size:
         raise ValueError(f"the {size - begin} bytes from {begin} on belong to no tensor")
-
-
-def _shortened(name: str) -> str:
-    return reprlib.repr(name)
 
 
 def misaligned(entries: Iterable[Entry]) -> Entry | None:

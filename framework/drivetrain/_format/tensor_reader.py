@@ -181,10 +181,6 @@ class TensorSource:
     def numel(self) -> int:
         return self.entry.numel
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
     def read(self, region: Region | None = None) -> torch.Tensor:
         """Read and verify the tensor, or a region of it, into new CPU memory, and return the result.
 

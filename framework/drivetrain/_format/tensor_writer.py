@@ -77,13 +77,13 @@ class TensorFile:
 
     def nbytes_of(self, rank: int, chunks: Sequence[Chunk]) -> int:
         """Return how many bytes a rank contributes to chunks."""
-        shares = [(chunk, _share(self.regions[rank], chunk)) for chunk in chunks]
-        return sum(share[1].numel * chunk.spec.dtype.itemsize for chunk, share in shares if share is not None)
+        overlaps = [(chunk, _overlap(self.regions[rank], chunk)) for chunk in chunks]
+        return sum(overlap[1].numel * chunk.spec.dtype.itemsize for chunk, overlap in overlaps if overlap is not None)
 
-    def bytes_of_shares(self, rank: int, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def bytes_of_overlaps(self, rank: int, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Return what this rank contributes to chunks, one after the other, on the CPU."""
-        shares = [(chunk, _share(self.regions[rank], chunk)) for chunk in chunks]
-        parts = [self._own(chunk, *share).view(torch.uint8) for chunk, share in shares if share is not None]
+        overlaps = [(chunk, _overlap(self.regions[rank], chunk)) for chunk in chunks]
+        parts = [self._own(chunk, *overlap).view(torch.uint8) for chunk, overlap in overlaps if overlap is not None]
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
     def write(
@@ -95,7 +95,7 @@ class TensorFile:
             writer: writes the file.
             rank: this rank, which owns the file.
             chunks: the chunks.
-            received: what the other ranks have sent, by rank: the results of their `bytes_of_shares`.
+            received: what the other ranks have sent, by rank: the results of their `bytes_of_overlaps`.
         """
         remaining = dict(received)
         for chunks_together in _joined(chunks):
@@ -120,12 +120,12 @@ class TensorFile:
             whole.copy_(_rows(value, chunk))
             return
         for source, regions in enumerate(self.regions):
-            share = _share(regions, chunk)
-            if share is None:
+            overlap = _overlap(regions, chunk)
+            if overlap is None:
                 continue
-            region = share[1]
+            region = overlap[1]
             if source == rank:
-                values = self._own(chunk, *share)
+                values = self._own(chunk, *overlap)
             else:
                 count = region.numel * chunk.spec.dtype.itemsize
                 values = remaining[source][:count].view(chunk.spec.dtype)
@@ -212,7 +212,7 @@ def _joined(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         yield small
 
 
-def _share(regions: Regions, chunk: Chunk) -> tuple[slice, Region] | None:
+def _overlap(regions: Regions, chunk: Chunk) -> tuple[slice, Region] | None:
     """Return which rows (of a span, elements) of a rank's shard lie in a chunk, and their region in the chunk."""
     region = regions.get(chunk.spec.name)
     if region is None:
@@ -300,7 +300,7 @@ class TensorWriter:
             yield self._exchange([batch for batch in step if batch is not None])
 
     def _exchange(self, batches: Sequence[tuple[TensorFile, Sequence[Chunk]]]) -> Mapping[int, torch.Tensor]:
-        """Send this rank's shares of batches to the files' owners; return what this rank received, by rank.
+        """Send this rank's overlaps of batches to the files' owners; return what this rank received, by rank.
 
         The owners wait for every byte. If a shard cannot be read, zeros are sent in its place.
         """
@@ -312,9 +312,9 @@ class TensorWriter:
                 receives = self._memory_for(counts)
             elif count := file.nbytes_of(own_rank, chunks):
                 try:
-                    sends[file.owner] = shares = file.bytes_of_shares(own_rank, chunks)
-                    if shares.numel() != count:
-                        raise ValueError(f"this rank's shards have {shares.numel()} bytes instead of {count}")
+                    sends[file.owner] = overlaps = file.bytes_of_overlaps(own_rank, chunks)
+                    if overlaps.numel() != count:
+                        raise ValueError(f"this rank's shards have {overlaps.numel()} bytes instead of {count}")
                 except Exception as error:
                     self.problem = self.problem or error
                     sends[file.owner] = torch.zeros(count, dtype=torch.uint8)

@@ -73,7 +73,7 @@ class TrainLoop:
         max_epochs: the epochs after which training ends; None or -1 for no limit.
         max_steps: the optimizer steps after which training ends; -1 for no limit.
         log: reduces the logged values and sends them to the loggers.
-        saves: writes the checkpoints.
+        checkpoints: writes the checkpoints of the run.
         snapshot: the state at the start of the open window; None if the run is never saved within a window.
         schedulers: steps the learning rates.
         validation: decides when to validate, and does.
@@ -94,7 +94,7 @@ class TrainLoop:
     max_epochs: int | None
     max_steps: int
     log: LoopLog
-    saves: CheckpointsOfRun
+    checkpoints: CheckpointsOfRun
     snapshot: WindowSnapshot | None
     schedulers: Schedulers
     validation: ValidationPlan
@@ -152,14 +152,14 @@ class TrainLoop:
             if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.get_window_size()):
                 snapshot = None
             previous = self.current.enter("training")
-            self.saves.in_epoch = True
+            self.checkpoints.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
             self.current.leave(previous)
             self.current.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
-            self.saves.in_epoch = False
-            if self.saves.rollback is not None and not self.stop.preempted:
-                resumed = self._roll_back(self.saves.rollback)
+            self.checkpoints.in_epoch = False
+            if self.checkpoints.rollback is not None and not self.stop.preempted:
+                resumed = self._roll_back(self.checkpoints.rollback)
             elif run_ends:
                 return
 
@@ -198,7 +198,7 @@ class TrainLoop:
             data_is_over: whether the epoch's last micro-batch was trained on before the run was saved and resumed.
         """
         progress, current, stop, step = self.progress, self.current, self.stop, self.step
-        metrics, validation, requests = self.metrics, self.validation, self.saves.waiting
+        metrics, validation, requests = self.metrics, self.validation, self.checkpoints.waiting
         batch_start, batch_end = self.hooks.on_train_batch_start, self.hooks.on_train_batch_end
         max_steps, log_every = self.max_steps, self.log.every
         step_schedulers = self.schedulers.after_step if self.schedulers.has_step_schedulers else None
@@ -279,7 +279,7 @@ class TrainLoop:
             if self.stop.preempted:
                 self._leave()
                 return True
-            self.saves.carry_out_requests()
+            self.checkpoints.carry_out_requests()
         results = self.log.reduce_epoch("the reduction of an epoch's values")
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
@@ -297,13 +297,13 @@ class TrainLoop:
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
         self._data_is_over = False
-        self.saves.carry_out_requests()
+        self.checkpoints.carry_out_requests()
         stop = self.stop
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
         finished = ended is not EpochEnd.DATA or self._is_finished()
         if stop.preempted or (stopping and not finished and stop.saves_to_resume):
-            self.saves.save_before_leaving()
+            self.checkpoints.save_before_leaving()
         return stopping or finished
 
     # The reasons for which an epoch or a run ends, and what is done for each
@@ -350,8 +350,8 @@ class TrainLoop:
 
     def _save_or_roll_back(self) -> bool:
         """Write the requested checkpoints; return whether a return to an earlier checkpoint was requested instead."""
-        self.saves.carry_out_requests()
-        return self.saves.rollback is not None
+        self.checkpoints.carry_out_requests()
+        return self.checkpoints.rollback is not None
 
     def _validate(self, window_closed: bool) -> EpochEnd | None:
         """Validate within the epoch; return why the epoch ends after the validation, or None if the epoch continues."""
@@ -359,7 +359,7 @@ class TrainLoop:
         self.validation.run()
         if self.stop.preempted:
             return self._leave()
-        if window_closed and self.saves.waiting and self._save_or_roll_back():
+        if window_closed and self.checkpoints.waiting and self._save_or_roll_back():
             return EpochEnd.ROLLBACK
         return None
 
@@ -379,7 +379,7 @@ class TrainLoop:
         if stop.preempted:
             return self._leave()
         if stop.saves_to_resume:
-            self.saves.save_before_leaving()
+            self.checkpoints.save_before_leaving()
         if data_is_over:
             return EpochEnd.DATA
         return self._end_at(EpochEnd.STOPPED, self.reader.read_epoch(progress.epoch, progress.batch_idx))
@@ -389,7 +389,7 @@ class TrainLoop:
         if self.stop.preempted:
             return self._leave()
         if self.stop.saves_to_resume:
-            self.saves.save_before_leaving()
+            self.checkpoints.save_before_leaving()
         return self._end_at(EpochEnd.STOPPED, micro_batches)
 
     def _end_at(self, reason: EpochEnd, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
@@ -411,12 +411,12 @@ class TrainLoop:
         self.stop.agree("leaving")  # so that a stop that another rank has requested is saved too
         if self.stop.requested:
             self._asked_to_stop = self.stop.reason or ""
-        self.saves.save_before_leaving()
+        self.checkpoints.save_before_leaving()
         return EpochEnd.PREEMPTED
 
     def _roll_back(self, load: Callable[[], None]) -> LoopState | None:
         """Restore an earlier checkpoint by ``load``; return the position of the loop that the checkpoint contains."""
-        self.saves.rollback = None
+        self.checkpoints.rollback = None
         load()
         self.stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None

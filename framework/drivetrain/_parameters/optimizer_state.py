@@ -28,28 +28,22 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
             not a parameter of the module.
     """
     names = parameter_names(module)
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        unknown = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
-        if unknown:
-            raise CheckpointError(
-                f"Parameter group {number} of {type(optimizer).__name__} holds {len(unknown)} parameter(s) that are "
-                f"not in the module, of shapes {unknown[:5]}.",
-                "optimizer state is saved by parameter name.",
-                "register the parameters on the module, or leave them out of the optimizer.",
-            )
-        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
-    unknown_keys: list[Any] = [key for key in optimizer.state if id(key) not in names]
-    if unknown_keys:
-        key_descriptions = [
-            f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in unknown_keys
-        ]
+    held = [*(parameter for group in optimizer.param_groups for parameter in group["params"]), *optimizer.state]
+    unknown = [
+        f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)
+        for one in held
+        if id(one) not in names
+    ]
+    if unknown:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has state for {', '.join(key_descriptions[:5])}, which is not a parameter of "
-            "the module.",
+            f"{type(optimizer).__name__} holds {', '.join(unknown[:5])}, which is not a parameter of the module.",
             "optimizer state is saved by parameter name.",
-            "store it in the optimizer's param_groups (numbers, strings, lists) or in the state of a parameter.",
+            "register the parameters on the module, or leave them out of the optimizer; store other state in the "
+            "optimizer's param_groups (numbers, strings, lists) or in the state of a parameter.",
         )
+    groups = [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
     state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
 
@@ -126,8 +120,8 @@ def _uncast(loaded: Any, saved: Any, weight_dtype: torch.dtype | None) -> Any:
 
 def regroup_parameters(
     optimizer: Optimizer, groups: Sequence[Sequence[str]], named: Mapping[str, nn.Parameter]
-) -> list[str]:
-    """Give ``optimizer`` the saved parameter groups; return the names of parameters that the optimizer no longer holds.
+) -> None:
+    """Give ``optimizer`` the saved parameter groups, with no other parameters than they had.
 
     Nothing changes if the optimizer already has the saved groups. Nothing changes either if a saved name is not in the
     module, because loading the state then raises an error. A new group has the optimizer's defaults until state is
@@ -144,13 +138,13 @@ def regroup_parameters(
     ]
     saved_names = {name for group in groups for name in group}
     if not saved_names <= set(named) or any(name not in named for group in current_groups for name in group):
-        return []
+        return
     unsaved_groups = [[name for name in group if name not in saved_names] for group in current_groups]
     frozen = [[name for name in group if not named[name].requires_grad] for group in unsaved_groups]
     frozen += [[]] * (len(groups) - len(frozen))
     new_groups = [[*group, *frozen_names] for group, frozen_names in zip(groups, frozen, strict=False)]
     if [set(group) for group in current_groups] == [set(group) for group in new_groups]:
-        return []
+        return
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     settings += [dict(optimizer.defaults)] * (len(groups) - len(settings))
     optimizer.param_groups[:] = [
@@ -158,10 +152,8 @@ def regroup_parameters(
         for setting, group in zip(settings, new_groups, strict=False)
     ]
     kept_names = {name for group in new_groups for name in group}
-    dropped_names = [name for group in current_groups for name in group if name not in kept_names]
-    for name in dropped_names:
+    for name in (name for group in current_groups for name in group if name not in kept_names):
         optimizer.state.pop(named[name], None)
-    return dropped_names
 
 
 def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:

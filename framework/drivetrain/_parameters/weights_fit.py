@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.errors import CheckpointError
-
-_MAX_LISTED = 10
+from drivetrain.errors import CheckpointError, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class WeightMismatch:
             CheckpointError: the weights do not fit; the error lists the names.
         """
         parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.wrong_shape}
-        differences = ", ".join(f"{problem} {_shortened(names)}" for problem, names in parts.items() if names)
+        differences = ", ".join(f"{problem} {listed(names)}" for problem, names in parts.items() if names)
         if self.wrong_shape or (differences and strict):
             raise CheckpointError(
                 f"{weights} do not fit {module}: {differences}.",
@@ -70,8 +68,3 @@ class WeightMismatch:
             )
         if differences:
             warnings.warn(f"{weights} do not fit {module}; skipped, with strict=False: {differences}.", stacklevel=3)
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return f"{list(names[:_MAX_LISTED])}{more}"

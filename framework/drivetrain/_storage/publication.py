@@ -46,7 +46,7 @@ class Publication(ABC):
     names: list[str]
 
     @abstractmethod
-    def commit(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
+    def publish(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
         """Publish the files, atomically, by writing the last one. Rank 0 only.
 
         Args:
@@ -79,7 +79,7 @@ class RemotePublication(Publication):
         folder.make()
         return cls(folder, secrets.token_hex(8))
 
-    def commit(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
+    def publish(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
         before = self._stored(name)
         self.folder.commit(name, [content])
         # If another writer has replaced this content in the meantime, that writer does the cleanup.
@@ -137,7 +137,7 @@ class LocalPublication(Publication):
         """Return the publication that rank 0 began."""
         return cls(target, _Entries(target.parent, token))
 
-    def commit(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
+    def publish(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
         with self.folder.create(name) as sink:
             sink.write(content)
         sync_folder(self.folder.root)

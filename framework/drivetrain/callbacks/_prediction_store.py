@@ -23,7 +23,8 @@ from drivetrain._data.prediction_files import (
     parts_among,
     samples_in_part,
 )
-from drivetrain._format.checksums import BLOCK, BlockChecksums
+from drivetrain._format.checksums import BLOCK
+from drivetrain._format.file_writer import BlockChecksums
 from drivetrain._format.manifest import FileRecord
 from drivetrain._format.tensor_reader import CheckedFile
 from drivetrain._storage.paths import folder_at, local_path

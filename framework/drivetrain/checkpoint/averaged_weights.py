@@ -68,21 +68,15 @@ def check_averaged(averaged: Any) -> None:
         )
 
 
-def check_averages(name: str, evaluated: Any, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Check what a callback of class ``name`` says about its averages, before a checkpoint records it.
+def check_averages(name: str, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Check the averages of a callback of class ``name``, before a checkpoint records them.
 
     Raises:
-        ConfigurationError: the answer is not a boolean, or no tensor has the name of a weight.
+        ConfigurationError: no tensor has the name of a weight.
     """
-    if not isinstance(evaluated, bool):
-        raise ConfigurationError(
-            f"{name}.evaluates_averages = {evaluated!r}.",
-            "a checkpoint records whether the run evaluates with the averages.",
-            "write a property that returns True, False, or None without averages.",
-        )
     if tensors.keys().isdisjoint(weights):
         raise ConfigurationError(
-            f"{name}.evaluates_averages = {evaluated}, and none of the names of its save_tensors is that of a weight: "
+            f"{name}.save_tensors returns averages, and none of their names is that of a weight: "
             f"{listed(sorted(tensors))}.",
             "the checkpoint would be evaluated without the averages.",
             "return the averages under the names in state_dict of the module, or return None from evaluates_averages.",

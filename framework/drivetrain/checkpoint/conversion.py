@@ -22,7 +22,6 @@ from drivetrain.errors import CheckpointError
 
 _LIGHTNING_TRAINED = "current_model_state"
 """Key of the trained weights in a file with Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
-_WRAPPER = "module."  # before each name in the state dict of DataParallel and DistributedDataParallel
 _KEYS_OF_WEIGHTS = ("state_dict", "model_state_dict", "model", "module")  # of mappings in other libraries' files
 
 logger = logging.getLogger("drivetrain")
@@ -51,8 +50,8 @@ def convert(
         path: a local file; with ``to="hf"`` a checkpoint's path or URL.
         out: the path or URL of the checkpoint or folder to write.
         prefix: keep only names with this prefix and strip it. The keys of nested dicts that lead to all weights, such
-            as "model" in ``{"model": state}``, and the ``module.`` of data-parallel modules are stripped anyway. With
-            ``to="hf"`` the model's name in the module, which is detected if there is only one model.
+            as "model" in ``{"model": state}``, are stripped anyway. With ``to="hf"`` the model's name in the module,
+            which is detected if there is only one model.
         to: "checkpoint" or "hf".
         averaged: True for the averages of the weights, False for the trained weights. None means those that the run
             evaluated with, which in Lightning are the averages if its callback ``WeightAveraging`` saved some.
@@ -136,8 +135,6 @@ def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, tor
     tensors = {f"{nest}{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
     if "pytorch-lightning_version" in document:
         nest = ""
-    elif tensors and all(name.startswith(nest + _WRAPPER) for name in tensors):
-        nest += _WRAPPER
     return tensors, _json_hyper_parameters(document.get("hyper_parameters")), nest
 
 

@@ -7,12 +7,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from drivetrain._format import AveragesRecord, CheckpointReader, load
-from drivetrain._format.tensor_file import DTYPES
-from drivetrain._format.tensor_reader import TensorSource
+from drivetrain._format import CheckpointReader, load
+from drivetrain._format.tensor_file import NAMES
 from drivetrain._runtime.size_format import format_size
-
-_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def show(path: str | os.PathLike[str]) -> str:
@@ -38,32 +35,23 @@ def show(path: str | os.PathLike[str]) -> str:
     for index, part in enumerate(manifest.optimizers):
         lines.append(f"  optimizer {index}: {format_size(_total_bytes(checkpoint, part.files()))}")
     for key, part in manifest.callbacks.items():
-        record = metadata.averages
-        use = _describe_averages(checkpoint, record) if record is not None and record.callback == key else ""
-        lines.append(f"  {key}: {use}{format_size(_total_bytes(checkpoint, part.files()))}")
+        lines.append(f"  {key}: {format_size(_total_bytes(checkpoint, part.files()))}")
+    if (averages := metadata.averages) is not None:
+        used = "with which the run evaluated" if averages.evaluated else "with which the run did not evaluate"
+        lines.append(f"  averages of the weights, {used}: {averages.callback}")
     nbytes = sum(record.size for record in manifest.files.values())
     lines.append(f"  in all  {format_size(nbytes)} in {len(manifest.files)} files")
-    rows = [(name, *_type_shape(source), source.file.name) for name, source in sources.items()]
-    if metadata.averages is not None:
-        averages = checkpoint.callback_tensors(metadata.averages.callback).sources().items()
-        rows += [(f"average of {name}", *_type_shape(source), source.file.name) for name, source in averages]
+    rows = [
+        (name, NAMES[source.dtype], "x".join(map(str, source.shape)) or "()", source.file.name)
+        for name, source in sources.items()
+    ]
     for tied, first in manifest.aliases.items():
         rows = [(*row[:3], f"tied to {first}") if row[0] == tied else row for row in rows]
     return "\n".join([*lines, "", *_table(("name", "type", "shape", "file"), rows)])
 
 
-def _describe_averages(checkpoint: CheckpointReader, record: AveragesRecord) -> str:
-    count = len(checkpoint.callback_tensors(record.callback).keys() & checkpoint.weights().keys())
-    use = "with which the run evaluated" if record.evaluated else "with which the run did not evaluate"
-    return f"averages of {count} weights, {use}, "
-
-
 def _list_models(models: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(f"{name} ({model.get('class', 'unknown')})" for name, model in models.items())
-
-
-def _type_shape(source: TensorSource) -> tuple[str, str]:
-    return _TYPE_NAMES[source.dtype], "x".join(map(str, source.shape)) or "()"
 
 
 def _total_bytes(checkpoint: CheckpointReader, names: Iterable[str]) -> int:

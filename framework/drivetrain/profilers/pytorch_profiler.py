@@ -10,6 +10,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
 from drivetrain._storage.paths import publish_export
@@ -64,6 +65,13 @@ class PyTorchProfiler(Profiler):
         memory_snapshot: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
+        # The table is made once the run is over. torch also accepts names with the kind of device: cuda_time_total.
+        if sort_by_key and not hasattr(FunctionEventAvg(), sort_by_key.replace("cuda", "device")):
+            raise ConfigurationError(
+                f"PyTorchProfiler(sort_by_key={sort_by_key!r}).",
+                "torch's table of operations has no such column.",
+                "use one of its columns, such as 'self_cpu_time_total' or 'device_time_total', or None.",
+            )
         self.schedule = schedule
         self.activities = None if activities is None else list(activities)
         self.record_shapes = record_shapes or group_by_input_shapes

@@ -35,8 +35,8 @@ class ProcessGroup:
         self, backend: str | None, timeout: timedelta | float, step_timeout: timedelta | float | None = None
     ) -> None:
         self._backend = backend
-        self.timeout = _timedelta(timeout)
-        self._step_timeout = None if step_timeout is None else _timedelta(step_timeout)
+        self.timeout = _parse_timeout("timeout", timeout)
+        self._step_timeout = None if step_timeout is None else _parse_timeout("step_timeout", step_timeout)
         self._watchdog: Watchdog | None = None
         self._owned = False
         self._control_group: Any = None
@@ -132,5 +132,12 @@ class ProcessGroup:
             )
 
 
-def _timedelta(timeout: timedelta | float) -> timedelta:
-    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+def _parse_timeout(name: str, timeout: timedelta | float) -> timedelta:
+    found = timedelta(seconds=timeout) if type(timeout) in (int, float) else timeout  # type: ignore[arg-type]
+    if not isinstance(found, timedelta) or found <= timedelta(0):
+        raise ConfigurationError(
+            f"{name}={timeout!r}.",
+            "a timeout is a datetime.timedelta, or a positive number of seconds.",
+            f"use {name}=timedelta(minutes=10), or {name}=600.",
+        )
+    return found

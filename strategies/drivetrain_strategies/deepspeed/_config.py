@@ -49,8 +49,8 @@ def combine(source: Config, *arguments: Mapping[str, Any]) -> dict[str, Any]:
         *arguments: the arguments, each in the form of a config.
 
     Raises:
-        ConfigurationError: the config has an unknown key, or contradicts an argument, an argument contradicts another
-            one, or the ZeRO stage does not support a setting.
+        ConfigurationError: the config cannot be read, has an unknown key, or contradicts an argument, an argument
+            contradicts another one, or the ZeRO stage does not support a setting.
     """
     config = _read(source)
     for argument in arguments:
@@ -65,7 +65,14 @@ def combine(source: Config, *arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _read(source: Config) -> dict[str, Any]:
     if source is None:
         return {}
-    config = dict(source) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    try:
+        config = dict(source) if isinstance(source, Mapping) else dict(json.loads(Path(source).read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"config={source!r} cannot be read: {error}",
+            "config must be a dict, or the path of a JSON file in DeepSpeed's format.",
+            "check the path, or pass a dict.",
+        ) from error
     for key in config:
         if key not in TOP_LEVEL_KEYS:
             raise ConfigurationError(

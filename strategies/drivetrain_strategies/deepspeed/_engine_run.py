@@ -120,8 +120,7 @@ class DeepSpeedRun:
 
     def _partition(self, deferred: DeferredModule) -> None:
         module = self._module
-        with explain_compilation_errors():
-            partitioner = Partitioner(self._config, self._precision.half_dtype, self._device, self._state)
+        partitioner = Partitioner(self._config, self._precision.half_dtype, self._device, self._state)
         partitioner.partition_module(module, deferred, self._control)
         leaves: list[nn.Module] = []
         if self._leaf_modules:

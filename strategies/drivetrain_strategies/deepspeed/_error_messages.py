@@ -60,15 +60,15 @@ def check_operations(config: dict[str, Any], trains: bool) -> None:
     from deepspeed.accelerator import get_accelerator
 
     zero, optimizer = config["zero_optimization"], config.get("optimizer", {})
-    offload_devices = {
-        key: (zero.get(key) or {}).get("device", "none") for key in ("offload_param", "offload_optimizer")
-    }
+    of_parameters, of_optimizer = (
+        (zero.get(key) or {}).get("device", "none") for key in ("offload_param", "offload_optimizer")
+    )
     builders = []
-    if offload_devices["offload_param"] == "nvme" or (trains and offload_devices["offload_optimizer"] == "nvme"):
+    if of_parameters == "nvme" or (trains and of_optimizer == "nvme"):
         builders.append("AsyncIOBuilder")
     uses_adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
     if trains and uses_adam and not optimizer.get("params", {}).get("torch_adam"):
-        builders.append("FusedAdamBuilder" if offload_devices["offload_optimizer"] == "none" else "CPUAdamBuilder")
+        builders.append("FusedAdamBuilder" if of_optimizer == "none" else "CPUAdamBuilder")
     with explain_compilation_errors(), redirected_prints():
         for name in builders:
             get_accelerator().create_op_builder(name).load(verbose=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from drivetrain.errors import ConfigurationError, listed, nearest
 from drivetrain_strategies.fsdp._internals import OVERRIDDEN_METHODS
@@ -26,7 +29,12 @@ def check_torch() -> None:
         )
 
 
-def check_arguments(sharding: str, reshard_after_forward: bool | None, replicate_size: int | None) -> None:
+def check_arguments(
+    sharding: str,
+    reshard_after_forward: bool | None,
+    mixed_precision: MixedPrecisionPolicy | None,
+    sizes: Mapping[str, int | None],
+) -> None:
     """Refuse arguments that are unknown or contradict each other.
 
     Raises:
@@ -44,9 +52,18 @@ def check_arguments(sharding: str, reshard_after_forward: bool | None, replicate
             "after forward, parameters are sharded over all ranks of a copy again, or stay gathered ('grad_op').",
             "use True or False with sharding='full', or sharding='hybrid' to gather parameters within a node.",
         )
-    if sharding != "hybrid" and replicate_size not in (None, 1):
+    if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
         raise ConfigurationError(
-            f"replicate_size={replicate_size} with sharding={sharding!r}.",
+            f"mixed_precision={mixed_precision!r}.",
+            "FSDP takes the dtypes of the weights and of the exchange from a policy.",
+            "use torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy(torch.bfloat16).",
+        )
+    for name, size in sizes.items():
+        if size is not None and (type(size) is not int or size < 1):
+            raise ConfigurationError(f"{name}={size!r}.", f"{name} is a number of ranks.", "use an int of 1 or more.")
+    if sharding != "hybrid" and sizes["replicate_size"] not in (None, 1):
+        raise ConfigurationError(
+            f"replicate_size={sizes['replicate_size']} with sharding={sharding!r}.",
             f"{sharding!r} keeps one copy of the parameters.",
             "use sharding='hybrid'.",
         )

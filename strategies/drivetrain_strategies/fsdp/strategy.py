@@ -129,7 +129,8 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         check_torch()
         super().__init__(process_group_backend, timeout, step_timeout)
-        check_arguments(sharding, reshard_after_forward, replicate_size)
+        sizes = {"replicate_size": replicate_size, "shard_size": shard_size, "tensor_parallel": tensor_parallel}
+        check_arguments(sharding, reshard_after_forward, mixed_precision, sizes)
         self.sharding = sharding
         self.wrap = wrap
         self.reshard_after_forward = False if sharding == "grad_op" else reshard_after_forward

@@ -16,7 +16,7 @@ from drivetrain import Fit, TrainModule
 # Private, because a run writes only what it holds: these tests choose a checkpoint's contents.
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._format import CheckpointMetadata, StateToSave, save
-from drivetrain._format.checksums import BlockChecksums
+from drivetrain._format.file_writer import BlockChecksums
 
 STATE = {
     "loop": {"position": (3, 4), 7: "a key that is no string", "best": float("inf"), "milestones": Counter({2: 1})},

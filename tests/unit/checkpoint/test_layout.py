@@ -29,7 +29,7 @@ from torch import nn
 from drivetrain import CheckpointError, ConfigurationError
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, Span  # what strategies request of a tensor
-from drivetrain._format import StateToSave, commit, copy_to_host, tensor_writer
+from drivetrain._format import StateToSave, prepare_checkpoint, tensor_writer, write_checkpoint
 from drivetrain._format.documents import decode, dumps, encode, loads
 from drivetrain._format.tensor_file import DTYPES
 from drivetrain._storage.atomic_exchange import exchange
@@ -357,7 +357,7 @@ def test_every_file_on_a_disk_and_in_a_store_has_its_digest(tmp_path: Path, monk
     assert verify(folder) == []
     assert equal(load(folder).weights()["layer.weight"], contents().weights["layer.weight"])
     for _ in range(2):  # the second time over an existing checkpoint
-        commit("memory://digests/c", copy_to_host(WITH_DIGESTS, 0, 1, snapshot=True), LocalControl())
+        write_checkpoint("memory://digests/c", prepare_checkpoint(WITH_DIGESTS, 0, 1, copy=True), LocalControl())
     assert verify("memory://digests/c") == []
     for name, one in load("memory://digests/c").manifest.files.items():
         assert one.sha256 == hashlib.sha256(store.cat_file(f"/digests/c/{name}")).hexdigest()

@@ -201,7 +201,7 @@ def test_the_error_of_a_hook_is_reported_and_nothing_is_loaded(tmp_path: Path) -
 
 def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:  # F-11
     path, saved = tmp_path / "c", trained(tmp_path / "c", Net(Old))
-    different = r"missing \['layer.weight'\], unexpected \['layer.gamma'\]"
+    different = "missing 'layer.weight', unexpected 'layer.gamma'"
     with pytest.raises(CheckpointError, match=f"do not fit Net: {different}"):
         Net.load_from_checkpoint(path)
     with pytest.raises(CheckpointError, match=f"do not fit Net: {different}") as caught:
@@ -211,7 +211,7 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:  # F-1
         module = Net.load_from_checkpoint(path, strict=False)
     assert torch.equal(module.head.weight, saved.head.weight)
     for strict in (True, False):
-        message = r"of another shape \['layer.gamma \(\(4,\) instead of \(1,\)\)'"
+        message = r"of another shape 'layer.gamma \(\(4,\) instead of \(1,\)\)'"
         with pytest.raises(CheckpointError, match=message) as caught:
             Net.load_from_checkpoint(path, strict=strict, layer=partial(Old, 1))
         assert "strict=False" not in str(caught.value)  # it would not help
@@ -222,11 +222,11 @@ class LoadsMismatched(Callback):
         load = trainer.strategy.load_model_state
         head = {"head.weight": torch.ones(1, 4), "head.bias": torch.ones(1)}
         renamed, narrow = {**head, "layer.gamma": torch.ones(4)}, {**head, "layer.weight": torch.ones(1)}
-        with pytest.raises(CheckpointError, match=r"unexpected \['layer.gamma'\]"):
+        with pytest.raises(CheckpointError, match=r"unexpected 'layer.gamma'"):
             load(renamed, strict=True)
         with pytest.raises(CheckpointError, match=r"layer.weight \(\(1,\) instead of \(4,\)\)"):
             load(narrow, strict=False)
-        with pytest.warns(UserWarning, match=r"Net; skipped, with strict=False: .*unexpected \['layer.gamma'\]"):
+        with pytest.warns(UserWarning, match=r"Net; skipped, with strict=False: .*unexpected 'layer.gamma'"):
             load(renamed, strict=False)
 
 

@@ -15,7 +15,7 @@ import torch
 from checkpoint_case import OneLayer, quiet
 
 # Private: the work is counted where it is done.
-from drivetrain._format import checksums, tensor_reader
+from drivetrain._format import file_writer, tensor_reader
 from drivetrain._format.pinned_copies import pinned_copies
 from drivetrain._storage.local_folder import WritebackFile
 from drivetrain.checkpoint import load
@@ -39,7 +39,7 @@ def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: p
 
     fit = quiet(max_steps=1, default_root_dir=tmp_path / "runs")
     fit.fit(OneLayer(1536, 1536), [torch.ones(1, 1536)])  # more than one block of checksums
-    summed = counting(checksums, "crc32", lambda content, *_: len(content))
+    summed = counting(file_writer, "crc32", lambda content, *_: len(content))
     written = counting(os, "writev", lambda _, contents: sum(map(len, contents)))
     synced = counting(os, "fsync", lambda descriptor: descriptor)
     fit.save_checkpoint(tmp_path / "c")

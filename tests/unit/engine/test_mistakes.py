@@ -320,6 +320,7 @@ def appending_in(hook: str) -> Callable[[Path], Run]:
 CALLS_IT_ITSELF = net(training_epoch_end=nothing, on_train_epoch_end=lambda self: self.training_epoch_end([]))
 UNLIKE = "looks like a hook but is not one"
 NEVER_RUN = "its code would not run"
+ARGUMENTS = "calls the method with these arguments"
 OF_MODULES = {  # by the name of a method that is no hook
     "training_epoch_end": "on_train_epoch_end(self)",
     "on_validation_model_zero_grad": "on_validation_start(self)",
@@ -360,12 +361,12 @@ ERRORS: dict[str, list[Row]] = {
         Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", run(resume_from_checkpoint="last")),
         Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", run(progress_bar_refresh_rate=10)),
         *(Row(f"Watch.{name} {UNLIKE}", NEVER_RUN, fix, calls(watch, name)) for name, fix in OF_CALLBACKS.items()),
+        Row("Watch.on_train_end()", ARGUMENTS, "(self, trainer, module)", calls(watch, on_train_end=lambda self: None)),
     ],
     START: [
         Row("=9", "never run", "lower val_check_interval", run(val_check_interval=9)),
         Row(LAZY, "first forward", "one forward", run(Lazy())),
         Row(LAZY, "first forward", "configure_model", run(Lazy(), strategy="fsdp", **FORKED)),
-        Row("'layer.weight', 'layer.bias'", "values", "to_empty", run(logs().to("meta"))),
         Row("not a folder", "first writes", "dirpath", run(default_root_dir="/dev/null", enable_checkpointing=True)),
         Row("not a folder", "first writes", "save_dir", run(logger=CSVLogger("/dev/null"))),
         Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(nn.Linear(1, 1))),
@@ -388,6 +389,7 @@ ERRORS: dict[str, list[Row]] = {
             for name, fix in OF_DATA_MODULES.items()
         ),
         Row("Net.training_epoch_end", NEVER_RUN, "rename it or prefix its name with an underscore", CALLS_IT_ITSELF),
+        Row("(outputs, batch, batch_idx)", ARGUMENTS, "(self, outputs", net(on_train_batch_end=lambda self, a: None)),
         Row("with a batch", "and dataloader_idx if", "batch_idx)", net(training_step=lambda self, a, b, c, d: None)),
         Row("Watch was appended", "looked up once", "append the callback in setup", appending_in("on_fit_start")),
         Row("Watch was appended to", "looked up once", "in setup", appending_in("on_train_epoch_start")),

@@ -389,6 +389,8 @@ def test_a_table_alone_is_sorted_by_every_column_that_torch_names(tmp_path: Path
     assert [path.suffix for path in tmp_path.rglob("profile/*")] == [".txt"]
     assert "Operations of the traced micro-batches" in profiler.summary()
     assert "Input Shapes" in profiler.summary()
+    with pytest.raises(ConfigurationError, match="sort_by_key='cpu'"):  # before the run, not after it
+        PyTorchProfiler(sort_by_key="cpu")
 
 
 def test_a_memory_snapshot_is_refused_without_cuda(tmp_path: Path) -> None:  # L-05

@@ -1,8 +1,10 @@
-"""Checks the classes that users write: required methods, and methods that look like hooks and are never called."""
+"""Checks the classes that users write: required methods, hooks that the engine would never call, their arguments."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+from contextlib import suppress
 from difflib import get_close_matches
 from types import FunctionType, MethodType
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from drivetrain._engine.run_request import RunRequest
-from drivetrain._loops.hooks import HOOKS, is_overridden
+from drivetrain._loops.hooks import HOOKS, is_overridden, overridden
 from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
@@ -104,7 +106,7 @@ def check_requirements(request: RunRequest) -> None:
 
 
 def check_hooks(owner: TrainModule | Callback | DataModule, request: RunRequest | None = None) -> None:
-    """Refuse methods that have the name of another framework's hook.
+    """Refuse methods that have the name of another framework's hook, and hooks that cannot take their arguments.
 
     Args:
         owner: the object whose class, with the bases that the user wrote, is checked.
@@ -113,7 +115,7 @@ def check_hooks(owner: TrainModule | Callback | DataModule, request: RunRequest 
     Raises:
         ConfigurationError: a method is refused. The error names the method and the correct hook.
     """
-    base, _ = _base_and_hooks(owner)
+    base, hooks = _base_and_hooks(owner)
     for name in _other_methods(owner, base):
         fix = _suggest_fix(name, base, request)
         if fix is not None:
@@ -122,6 +124,9 @@ def check_hooks(owner: TrainModule | Callback | DataModule, request: RunRequest 
                 "its code would not run.",
                 f"{fix}. If your own code calls the method, rename it or prefix its name with an underscore.",
             )
+    for name in overridden(hooks, owner, base):
+        if name.startswith("on_"):
+            _check_arguments(owner, name, base)
 
 
 def warn_of_similar_names(*owners: TrainModule | Callback | DataModule | None) -> None:
@@ -178,3 +183,23 @@ def _other_methods(owner: object, base: type) -> list[str]:
         if not kind.__module__.startswith("drivetrain."):
             names += [name for name, value in vars(kind).items() if isinstance(value, FunctionType)]
     return [name for name in dict.fromkeys(names) if not name.startswith("_") and not hasattr(base, name)]
+
+
+def _check_arguments(owner: object, name: str, base: type) -> None:
+    """Refuse a hook whose call would fail in mid-run, perhaps after hours."""
+    parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+    # Hooks of an evaluation get dataloader_idx only if there are several loaders.
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    try:
+        signature = inspect.signature(getattr(owner, name), follow_wrapped=False)  # a decorator may pass more arguments
+    except (TypeError, ValueError):  # the hook is not written in Python
+        return
+    for arguments in (parameters, required):
+        with suppress(TypeError):
+            signature.bind(*arguments)
+            return
+    raise ConfigurationError(
+        f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(required)}).",
+        "the engine calls the method with these arguments.",
+        f"write def {name}({', '.join(['self', *required])}).",
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.assembly.run_core import RunCore
-from drivetrain._engine.checkpoints.components import class_names, describe_groups, describe_schedulers
+from drivetrain._engine.checkpoints.components import class_name, describe_groups, describe_schedulers
 from drivetrain._engine.ranks.rank_facts import optimizer_facts
 from drivetrain._loops.configured_optimizers import (
     check_optimizers,
@@ -45,8 +45,8 @@ def set_up_optimizers(run: RunCore, resumed: ResumedRun | None) -> Optimization:
     strategy.elementwise_optimizers = declared_elementwise(configured)
     strategy.adopt_parameters(optimizers)
     run.components |= {
-        "optimizers": class_names(optimizers),
-        "schedulers": class_names(schedulers),
+        "optimizers": [class_name(optimizer) for optimizer in optimizers],
+        "schedulers": [class_name(scheduler) for scheduler in schedulers],
         "optimizer_groups": describe_groups(optimizers, strategy.named_parameters()),
         "scheduler_settings": describe_schedulers(schedulers),
         "frozen_parameters": trainables.frozen(),

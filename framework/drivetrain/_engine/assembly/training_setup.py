@@ -58,7 +58,7 @@ def build_training(run: RunCore) -> None:
         max_epochs=trainer.max_epochs,
         max_steps=trainer.max_steps,
         log=run.loop_log(),
-        saves=checkpoints,
+        checkpoints=checkpoints,
         snapshot=run.snapshot,
         schedulers=_build_schedulers(run),
         validation=ValidationPlan(

@@ -128,7 +128,7 @@ class CheckpointManager:
     # Writing
 
     def _write(self, request: SaveRequest) -> None:
-        from drivetrain._format import commit, copy_to_host
+        from drivetrain._format import prepare_checkpoint, write_checkpoint
 
         core, strategy, saved = self._core, self._core.strategy, self.saved_state
         contents = saved.collect(request.weights_only, request.trainable_only)
@@ -142,10 +142,10 @@ class CheckpointManager:
         control = strategy.control if is_running else LocalControl()
         shards_of = saved.shards_of if is_running else dict
         in_background = request.background and is_running
-        copy = copy_to_host(contents, control.rank, control.world_size, shards_of, snapshot=in_background)
+        prepared = prepare_checkpoint(contents, control.rank, control.world_size, shards_of, copy=in_background)
 
         def write(control: ControlPlane) -> None:
-            commit(request.path, copy, control)
+            write_checkpoint(request.path, prepared, control)
             self.written = request.path
             if request.on_complete is not None:
                 request.on_complete()
@@ -246,17 +246,13 @@ class CheckpointManager:
         """
         core, optimizers = self._core, self._core.optimization.optimizers
         held = {id(parameter) for parameter in core.module.parameters()}
-        why = None
-        if not core.callbacks.collected:  # the run took place in other processes
-            why = "the optimizers' states were lost when the run's processes exited."
-        elif core.strategy.world_size > 1:
-            why = "a resumed run needs the state of every rank, and the ranks no longer communicate."
-        elif any(id(each) not in held for one in optimizers for group in one.param_groups for each in group["params"]):
-            why = "the optimizers' states belong to the parameters that the strategy has sharded."
-        if why is not None and isinstance(request, SaveRequest) and not request.weights_only:
+        ran_elsewhere = not core.callbacks.collected or core.strategy.world_size > 1
+        trained = (each for one in optimizers for group in one.param_groups for each in group["params"])
+        lacks_state = ran_elsewhere or any(id(each) not in held for each in trained)
+        if lacks_state and isinstance(request, SaveRequest) and not request.weights_only:
             raise ConfigurationError(
                 f"save_checkpoint after a run under {type(core.strategy).__name__}.",
-                f"{why} This process has the trained weights.",
+                "a resumed run needs the state of every rank, and this process has the trained weights alone.",
                 "call save_checkpoint within the run, for example in on_train_end, or with weights_only=True.",
             )
         if self.run_failed and self._is_within_step():
@@ -351,14 +347,14 @@ class CheckpointManager:
                         logger.warning(text, error)
 
     def _check_contents(self, contents: StateToSave) -> None:
-        from drivetrain._format import check_metadata, copy_to_host, run_collectively
+        from drivetrain._format import check_metadata, prepare_checkpoint, run_collectively
 
         control = self._core.strategy.control
-        copy = copy_to_host(contents, control.rank, control.world_size, self.saved_state.shards_of)
+        prepared = prepare_checkpoint(contents, control.rank, control.world_size, self.saved_state.shards_of)
 
         def check() -> None:
-            if copy.problem is not None:
-                raise copy.problem
+            if prepared.problem is not None:
+                raise prepared.problem
             check_metadata(contents.metadata)
 
         run_collectively(control, "The state of this run cannot be saved", check)
@@ -367,7 +363,6 @@ class CheckpointManager:
 
     def newest_up_to(self, step: int) -> tuple[str, int] | None:
         """Return the path and step of this run's newest checkpoint at or before ``step``, or None. Collective."""
-        from drivetrain._engine.checkpoints.saved_state_schema import check_progress
         from drivetrain._format import load
 
         self.finish()
@@ -377,8 +372,7 @@ class CheckpointManager:
             for path in {path for keeper in keepers for path in keeper.kept_checkpoints}:
                 with suppress(CheckpointError):  # another process removed the checkpoint
                     checkpoint = load(path)
-                    check_progress(checkpoint)
-                    saved_step = int(checkpoint.progress["global_step"])
+                    saved_step = checkpoint.progress["global_step"]
                     is_newer = saved_step <= step and (found is None or saved_step > found[1])
                     if is_newer and not checkpoint.weights_only:
                         found = path, saved_step
@@ -394,7 +388,7 @@ class CheckpointManager:
             CheckpointError: the checkpoint cannot be opened. Damaged contents raise the error later, in the loop.
             ConfigurationError: the checkpoint has other optimizers or schedulers, which ``allow`` has permitted.
         """
-        from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew, differences_from
+        from drivetrain._engine.checkpoints.components import StartsAnew, differences_from
         from drivetrain._format import load, run_collectively
 
         core, allow = self._core, self._core.request.allow

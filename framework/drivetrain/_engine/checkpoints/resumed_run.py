@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from drivetrain._engine.checkpoints.resume_compatibility import (
-    Difference,
-    StartsAnew,
-    differences_from,
-    refuse_differences,
-)
-from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
+from drivetrain._engine.checkpoints.components import Difference, StartsAnew, differences_from, refuse_differences
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
 from drivetrain._parameters.loading_hooks import HookedWeights
 from drivetrain.callback import EndsRuns
-from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_core import RunCore
@@ -89,7 +84,7 @@ class ResumedRun:
             key = callback.state_key
             if key not in states or not isinstance(callback, EndsRuns):
                 continue
-            with reporting_malformed(self.checkpoint, "the run's state", f"callbacks/{key}"):
+            with self.checkpoint.reading(f"callbacks/{key}"):
                 reason = callback.reason_for_ending(states[key])
             if reason is not None:
                 return f"{type(callback).__name__} has ended the run: {reason}"
@@ -111,13 +106,7 @@ class ResumedRun:
         new = [difference for difference in accepted if difference not in self._accepted]
         if new and is_rank_0:
             text = "; ".join(f"{difference.saved}, now {difference.now}" for difference in new)
-            indices = sorted({each.optimizer for each in new if each.optimizer is not None})
-            names = [f"{current['optimizers'][index].rpartition('.')[2]}" for index in indices]
-            logger.warning(
-                "These differences from the resumed run are allowed: %s.%s",
-                text,
-                "".join(f" {name} starts anew, and so do its schedulers." for name in names),
-            )
+            logger.warning("These differences from the resumed run are allowed: %s.", text)
         self._accepted = accepted
         kept = [difference for difference in found if difference.kind not in allow]
         if kept and is_rank_0:  # numbers of the checkpoint, which are used instead of this run's
@@ -132,14 +121,9 @@ class ResumedRun:
         module, versions = self._core.module, self.checkpoint.manifest.metadata.layer_versions
         self.checkpoint.renames = HookedWeights.of(module, self.checkpoint.weights(), versions, {}).renames
         self.state = self.checkpoint.state()  # with the new names
-        with reporting_malformed(self.checkpoint, "the run's state", "trainables"):
+        with self.checkpoint.reading("trainables"):
             self._frozen = set((self.state.get("trainables") or {"frozen": ()})["frozen"])
-        changed = freeze_only(dict(module.named_parameters()), self._frozen)
-        if changed and self._core.strategy.rank == 0:
-            logger.info(
-                "These parameters were frozen or unfrozen as in the resumed run, and now differ from the code: %s.",
-                listed(changed),
-            )
+        freeze_only(dict(module.named_parameters()), self._frozen)
 
     def regroup(self, optimizers: Sequence[Optimizer]) -> None:
         """Compare the optimizers, restore their groups, and undo what ``configure_optimizers`` froze or unfroze."""
@@ -164,6 +148,36 @@ class ResumedRun:
     def _trainables(self) -> Trainables:
         assert self._core.trainables is not None
         return self._core.trainables
+
+
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("callbacks", "components", "data"), dict),
+    **dict.fromkeys(("callback_hooks", "flattened_optimizer_state", "loop", "schedulers", "trainables"), dict | None),
+    **dict.fromkeys(("data/seed", "data/world_size"), int),
+}
+"""The types of the values in a run's state that are used before their owners load them. A missing value is None."""
+
+
+def check_saved_state(checkpoint: CheckpointReader) -> None:
+    """Check what of a run's state is used before its owners load it.
+
+    Raises:
+        CheckpointError: a value is missing, or has another type. The error names the key.
+    """
+    state = checkpoint.state()
+    for path, kind in _TYPES.items():
+        with checkpoint.reading(path):
+            value = state
+            for key in path.split("/"):
+                value = value.get(key)
+            if not isinstance(value, kind):
+                raise TypeError(f"it is {reprlib.repr(value)}")
+    with checkpoint.reading("progress"):
+        checkpoint.progress["epoch"], checkpoint.progress["global_step"]
+    data = state["data"]
+    with checkpoint.reading("data"):
+        if abs(data["seed"]) >= 2**63 or not 1 <= data["world_size"] <= checkpoint.manifest.world_size:
+            raise ValueError(f"it is {reprlib.repr(data)}")
 
 
 def check_resumable(checkpoint: CheckpointReader, seed: int | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.assembly.missing_weights import refuse_missing_weights
 from drivetrain._engine.assembly.run_core import RunCore
+from drivetrain._engine.checkpoints.components import StartsAnew
 from drivetrain._engine.checkpoints.rank_local_state import add_own_shards, collect_buffers, load_buffers, set_apart
-from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew
-from drivetrain._engine.checkpoints.saved_state_schema import reporting_malformed
 from drivetrain._engine.ranks.seeding import seed_rank
 from drivetrain._format import (
     AveragesRecord,
@@ -51,7 +50,6 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
 from drivetrain.checkpoint.averaged_weights import check_averages, evaluated_weights
 from drivetrain.data import DataModule
-from drivetrain.errors import CheckpointError, listed
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies.strategy import Strategy
@@ -105,13 +103,11 @@ class Owner(NamedTuple):
         Raises:
             CheckpointError: the state does not have the form that ``save`` returns.
         """
-        is_shared = self.scope is Scope.ALL
-        file = "the run's state" if is_shared else "the ranks' documents"
-        reporting = partial(reporting_malformed, checkpoint, file, "/".join(self.path))
-        with reporting():
-            found = [reduce(getitem, self.path, document) for document in ([state] if is_shared else ranks)]
+        key, documents = "/".join(self.path), [state] if self.scope is Scope.ALL else ranks
+        with checkpoint.reading(key):
+            found = [reduce(getitem, self.path, document) for document in documents]
             saved = found if self.scope is Scope.MERGED else found[0]
-        with nullcontext() if self.is_hook else reporting():
+        with nullcontext() if self.is_hook else checkpoint.reading(key):
             self.load(saved)
 
 
@@ -293,7 +289,7 @@ class SavedState:
                 if tensors:
                     found[key] = tensors
                     if evaluated is not None:
-                        check_averages(type(callback).__name__, evaluated, tensors, weights)
+                        check_averages(type(callback).__name__, tensors, weights)
                         if averages is None or evaluated > averages.evaluated:
                             averages = AveragesRecord(key, evaluated)
         return found, averages
@@ -347,13 +343,13 @@ class SavedState:
         self._check_base(checkpoint)
         saved = self._read_collectively(checkpoint, lambda: self._read(checkpoint, anew))
         if core.trainables is not None:
-            with reporting_malformed(checkpoint, "the run's state", "trainables"):
+            with checkpoint.reading("trainables"):
                 core.trainables.load_state_dict(saved.state["trainables"])
         for index, state in saved.optimizers.items():
-            self._regroup(checkpoint, index, optimizers[index], state["param_groups"])
+            self._regroup(optimizers[index], state["param_groups"])
         self._load_weights(checkpoint, saved.weights)
         for index, state in saved.optimizers.items():
-            with reporting_malformed(checkpoint, f"the state of optimizer {index}", "state"):
+            with checkpoint.reading(f"optimizer {index}"):
                 strategy.load_optimizer_state(state, index)
         progress.load_state_dict(checkpoint.progress)
         position = data.epoch_position
@@ -365,7 +361,7 @@ class SavedState:
             if owner.path not in skipped and (owner.scope is not Scope.RANK or position.is_split_as_saved):
                 owner.restore(checkpoint, saved.state, saved.ranks)
         if position.is_split_as_saved:
-            with reporting_malformed(checkpoint, "the ranks' documents", "buffers"):
+            with checkpoint.reading("buffers"):
                 load_buffers(self._module, saved.ranks[0]["buffers"])
         else:
             seed_rank(derive_seed(_RESUME_SEED, data.seed, progress.epoch, progress.epoch_samples), strategy.data_rank)
@@ -420,29 +416,20 @@ class SavedState:
         keeps its groups, and gets those that were added during the saved run.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
-            return  # `load` reports this error
+            return  # all start anew, since `compare` has found the difference
         saved = self._read_collectively(
             checkpoint, lambda: [checkpoint.optimizer_settings(index) for index in range(len(optimizers))]
         )
-        configured = (checkpoint.state().get("components") or {}).get("optimizer_groups")
+        configured = checkpoint.state()["components"]["optimizer_groups"]
         for index, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
             if not anew.optimizer(index):
-                self._regroup(checkpoint, index, optimizer, groups)
-            elif configured is not None and len(configured) == len(optimizers):
+                self._regroup(optimizer, groups)
+            elif len(configured) == len(optimizers):
                 add_later_groups(optimizer, configured[index], groups, self._strategy.named_parameters())
 
-    def _regroup(self, checkpoint: CheckpointReader, index: int, optimizer: Optimizer, groups: Sequence[Any]) -> None:
-        named = self._strategy.named_parameters()
-        dropped = regroup_parameters(optimizer, [group["params"] for group in groups], named)
-        if dropped and self._strategy.rank == 0:
-            logger.warning(
-                "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "
-                "in the saved run. To add them, call optimizer.add_param_group.",
-                index,
-                len(dropped),
-                checkpoint.path,
-                listed(dropped),
-            )
+    def _regroup(self, optimizer: Optimizer, groups: Sequence[Any]) -> None:
+        names = [group["params"] for group in groups]
+        regroup_parameters(optimizer, names, self._strategy.named_parameters())
 
     def _load_weights(self, checkpoint: CheckpointReader, weights: dict[str, Any]) -> None:
         base = checkpoint.manifest.metadata.base
@@ -459,12 +446,7 @@ class SavedState:
     def _read(self, checkpoint: CheckpointReader, anew: StartsAnew) -> _Saved:
         """Read what this rank loads, and check that it fits."""
         strategy, optimization = self._strategy, self._core.optimization
-        state, schedulers = checkpoint.state(), optimization.schedulers
-        if anew.optimizers is not None:
-            _check_count(checkpoint, "optimizer(s)", checkpoint.manifest.optimizers, optimization.optimizers)
-        start_anew = [anew.scheduler(config.scheduler, optimization.optimizers) for config in schedulers]
-        if not schedulers or not all(start_anew):
-            _check_count(checkpoint, "learning-rate scheduler(s)", state.get("schedulers") or (), schedulers)
+        state = checkpoint.state()
         weights = self._read_weights(checkpoint, checkpoint.weights())
         ranks = self._read_rank_states(checkpoint, state["data"]["world_size"])
         dtypes = {name: source.dtype for name, source in checkpoint.weights().sources().items()}
@@ -475,11 +457,11 @@ class SavedState:
             optimizers[index] = saved = checkpoint.optimizer_state(index, strategy.optimizer_regions(index))
             saved["weight_dtypes"] = dtypes
             keep_implementation(optimizer, saved)
-            with reporting_malformed(checkpoint, "the ranks' documents", "optimizer_shards"):
+            with checkpoint.reading("optimizer_shards"):
                 if (state.get("flattened_optimizer_state") or {}).get(str(index), {}).get("per_rank"):
                     own = ranks[0]["optimizer_shards"][str(index)]
                     add_own_shards(checkpoint.path, saved, own, strategy.optimizer_regions(index))
-        with reporting_malformed(checkpoint, "the ranks' documents", "metrics"):
+        with checkpoint.reading("metrics"):
             self._core.metrics.check_states([rank_state["metrics"] for rank_state in ranks])
         return _Saved(state, ranks, weights, optimizers, self._read_callback_tensors(checkpoint))
 
@@ -515,13 +497,6 @@ class SavedState:
 
     def _read_callback_tensors(self, checkpoint: CheckpointReader) -> dict[str, dict[str, Any]]:
         saved, regions = checkpoint.manifest.callbacks, self._strategy.model_regions()
-        unclaimed = sorted(saved.keys() - self._callbacks.keys())
-        if unclaimed and self._strategy.rank == 0:
-            logger.warning(
-                "%r has tensors of callbacks that this run does not have: %s. The tensors are ignored.",
-                checkpoint.path,
-                listed(unclaimed),
-            )
         return {key: checkpoint.callback_tensors(key).staged(regions) for key in self._callbacks if key in saved}
 
     def _read_rank_states(self, checkpoint: CheckpointReader, parts: int) -> list[dict[str, Any]]:
@@ -586,13 +561,3 @@ def _ignoring_errors(rehearsing: bool) -> Iterator[None]:
         if not rehearsing:
             raise
         logger.debug("A hook that saves failed in the rehearsal before training.", exc_info=True)
-
-
-def _check_count(checkpoint: CheckpointReader, kind: str, saved: Sized, configured: Sized) -> None:
-    if len(saved) != len(configured):
-        raise CheckpointError(
-            f"{checkpoint.path!r} holds the state of {len(saved)} {kind}, and configure_optimizers returned "
-            f"{len(configured)}.",
-            "the saved states are assigned to optimizers and schedulers by their order.",
-            "return as many as in the saved run, or start from the weights alone with load_from_checkpoint.",
-        )

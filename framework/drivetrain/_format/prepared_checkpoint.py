@@ -43,7 +43,7 @@ class StateToSave:
 
 
 @dataclass(slots=True)
-class PartCopy:
+class PreparedPart:
     """One part of a checkpoint: an encoded document and the tensors that it refers to.
 
     Attributes:
@@ -77,7 +77,7 @@ class PartCopy:
 
 
 @dataclass(slots=True)
-class CheckpointCopy:
+class PreparedCheckpoint:
     """A checkpoint that is ready to be written.
 
     Attributes:
@@ -85,10 +85,10 @@ class CheckpointCopy:
         metadata: metadata for the manifest.
         aliases: maps each tied name to the first name of its tensor.
         hash_algorithm: name of the hash to store for each file; None for none.
-        problem: the error of staging on this rank, which `commit` raises on all ranks; None if staging succeeded.
+        problem: the error on this rank, which `write_checkpoint` raises on all ranks; None if there was none.
     """
 
-    parts: list[PartCopy]
+    parts: list[PreparedPart]
     metadata: CheckpointMetadata
     aliases: dict[str, str]
     hash_algorithm: str | None = None
@@ -107,42 +107,42 @@ class CheckpointCopy:
         return nbytes, files + 1
 
 
-def copy_to_host(
+def prepare_checkpoint(
     contents: StateToSave,
     rank: int,
     world_size: int,
     shards_of: Callable[[Mapping[str, Any]], dict[str, TensorOrShard]] = dict,
-    snapshot: bool = False,
-) -> CheckpointCopy:
+    copy: bool = False,
+) -> PreparedCheckpoint:
     """Prepare a checkpoint's contents for writing. Not collective.
 
     Contents that cannot be stored do not raise an error here, because the other ranks would wait forever. Instead,
-    `commit` raises the error on all ranks.
+    `write_checkpoint` raises the error on all ranks.
 
     Args:
         contents: this rank's contents.
         rank: this rank.
         world_size: the number of ranks.
         shards_of: returns tensors by name with a `ParameterShard` in place of each that is sharded.
-        snapshot: copy what this rank will write, so that training can continue during the write.
+        copy: copy what this rank will write, so that training can continue during the write.
     """
     try:
         parts = list(_parts_of(contents, rank, shards_of))
         for part in parts:
             part.plan(rank, world_size)
-        if snapshot:
+        if copy:
             _copy_tensors(parts, rank)
     except Exception as error:
-        return CheckpointCopy([], contents.metadata, {}, problem=error)
-    return CheckpointCopy(parts, contents.metadata, dict(contents.aliases), contents.hash_algorithm)
+        return PreparedCheckpoint([], contents.metadata, {}, problem=error)
+    return PreparedCheckpoint(parts, contents.metadata, dict(contents.aliases), contents.hash_algorithm)
 
 
 def _parts_of(
     contents: StateToSave, rank: int, shards_of: Callable[[Mapping[str, Any]], dict[str, TensorOrShard]]
-) -> Iterator[PartCopy]:
+) -> Iterator[PreparedPart]:
     is_rank_0 = rank == 0
 
-    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> PartCopy:
+    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> PreparedPart:
         text = None if document is None else dumps(document)
         values = shards_of(tensors)
         specs = check_storable(values, stem)
@@ -153,7 +153,7 @@ def _parts_of(
                 "each rank stores its own tensors in this part.",
                 "save a local tensor instead.",
             )
-        return PartCopy(stem, role, text, values, key, specs, regions)
+        return PreparedPart(stem, role, text, values, key, specs, regions)
 
     tensors: dict[str, Any] = {}
     other_values: dict[str, Any] = {}
@@ -188,9 +188,9 @@ def _own_region(shard: ParameterShard) -> Region | None:
     return shard.region if shard.is_primary and shard.region.numel else None
 
 
-def _copy_tensors(parts: list[PartCopy], rank: int) -> None:
+def _copy_tensors(parts: list[PreparedPart], rank: int) -> None:
     """Replace the tensors that this rank writes by copies in host memory, and wait for the copies."""
-    sources: list[tuple[PartCopy, str, torch.Tensor]] = []
+    sources: list[tuple[PreparedPart, str, torch.Tensor]] = []
     for part in parts:
         owned_names = {spec.name for file in part.files if file.owner == rank for spec in file.specs}
         for name, value in part.tensors.items():
