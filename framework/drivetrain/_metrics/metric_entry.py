@@ -55,6 +55,7 @@ class Entry:
         loader_idx: with several loaders, the index of the loader that was in use when the key was first logged.
         last: the latest value.
         reduced: the value of ``last`` after the latest reduction over ranks.
+        merged: a value of ``last`` that was merged from several ranks of a checkpoint, and the number of these ranks.
         result: the value of the latest epoch.
         reduced_at: the global step at which ``result`` was reduced.
         logged_at: the global step at which ``last`` was logged; None if ``result`` is newer.
@@ -81,6 +82,7 @@ class Entry:
     loader_idx: int | None = None
     last: torch.Tensor | float | None = None
     reduced: torch.Tensor | float | None = None
+    merged: tuple[torch.Tensor | float | None, int] = (None, 1)
     result: torch.Tensor | None = None
     reduced_at: int | None = None
     logged_at: int | None = None
@@ -242,6 +244,21 @@ class Entry:
         if other.total is not None:
             self.total = self._combine(self.total, other.total)
         self.weight += other.weight
+        if self.on_step and self.sync_dist and None not in (self.last, other.last) and self.last is not self.reduced:
+            self._merge_last(other.last)
+
+    @property
+    def ranks_of_last(self) -> int:
+        """The number of ranks whose values `last` stands for: 1, unless it was merged from ranks of a checkpoint."""
+        return self.merged[1] if self.last is self.merged[0] else 1
+
+    def _merge_last(self, last: Any) -> None:
+        """Merge the step value of another rank, which is to be reduced over ranks."""
+        count = self.ranks_of_last
+        is_mean = self.operation == "mean"
+        total = self._combine(self.last * count if is_mean else self.last, last)  # type: ignore[operator]
+        self.last = total / (count + 1) if is_mean else total
+        self.merged = self.last, count + 1
 
     def adopt_options(self, options: tuple[Any, ...], operation: str | None) -> bool:
         """Return True if this entry was restored and ``options`` equal its options. If so, store ``options``.

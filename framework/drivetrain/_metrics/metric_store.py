@@ -301,8 +301,12 @@ class MetricStore:
         values = [entry.last if new else 0.0 for entry, new in zip(synced, is_new, strict=True)]
         host_values = to_host([*values, *(entry.has_weight for entry in synced)])  # type: ignore[list-item]
         pairs: list[float] = []
-        for value, has_weight, new in zip(host_values, host_values[len(synced) :], is_new, strict=False):
-            pairs += (value, 1.0) if new and has_weight > 0 and self.contributes else (0.0, 0.0)
+        for entry, value, has_weight, new in zip(synced, host_values, host_values[len(synced) :], is_new, strict=False):
+            if new and has_weight > 0 and self.contributes:
+                ranks = entry.ranks_of_last
+                pairs += (value * ranks if entry.operation == "mean" else value), float(ranks)
+            else:
+                pairs += 0.0, 0.0
         keys = [_key(entry.name, entry) for entry in synced]
         keys, table = gather_packed(self.control, keys, pairs, self._knows_all_keys)
         for entry in synced:
