@@ -39,7 +39,7 @@ class Net(TrainModule):
         if norm:
             self.backbone[1] = nn.BatchNorm1d(4)
         self.head = seeded(lambda: nn.Linear(4, 1))
-        self.all_at_once = all_at_once
+        self.all_at_once, self.named = all_at_once, norm
         self.rates: list[list[float]] = []
 
     def configure_model(self) -> None:
@@ -54,8 +54,8 @@ class Net(TrainModule):
         return nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
 
     def configure_optimizers(self) -> Any:
-        trained = [one for one in self.parameters() if self.all_at_once or one.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.1)
+        trained = [one for one in self.named_parameters() if self.all_at_once or one[1].requires_grad]
+        optimizer = torch.optim.AdamW(trained if self.named else [one for _, one in trained], lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
 
 

@@ -73,7 +73,9 @@ class EpochChecks:
         if kept_at != self._progress.micro_batches:
             last = self._step.last_loss
         first = last if self._first_loss is None else self._first_loss
-        not_finite = [loss.item() for loss in (first, last) if loss is not None and not loss.isfinite()]
+        # A loss of manual optimization has elements where the module overrides `backward`.
+        losses = [loss.sum() for loss in (first, last) if loss is not None]
+        not_finite = [loss.item() for loss in losses if not loss.isfinite()]
         if len(not_finite) == 2 and self._is_first("loss"):
             logger.warning(
                 "In epoch %d the loss was %s after the first micro-batch, and %s after the last: the module no longer "

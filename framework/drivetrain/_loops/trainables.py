@@ -273,6 +273,12 @@ class Trainables:
                     "window opened.",
                     "add the group between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
                 )
+            if any("param_names" in other for other in optimizer.param_groups):
+                # torch then demands names of each group. Callbacks such as BackboneFinetuning add groups without.
+                names = {id(parameter): name for name, parameter in strategy.named_parameters().items()}
+                group["params"] = [
+                    param if isinstance(param, tuple) else (names.get(id(param), ""), param) for param in params
+                ]
             strategy.check_added_group(optimizer)
             self._check_schedulers(optimizer)
             add(optimizer, group)

@@ -242,11 +242,15 @@ def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path) -> None:  # 
                 closure()
             return super().step()
 
+    class Sums(ByHand):
+        def backward(self, loss: Any) -> None:  # the loss of a step by hand may have elements
+            loss.sum().backward()
+
     def training_step(module: Any, batch: Any) -> None:
         optimizer = module.optimizers()
 
         def evaluate() -> torch.Tensor:
-            loss = module.loss(batch)
+            loss = module.loss(batch).expand(2)
             note("forward")
             loss.register_hook(lambda gradient: note("backward"))
             module.manual_backward(loss)
@@ -256,7 +260,7 @@ def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path) -> None:  # 
         optimizer.step(evaluate)
         note("forward")
 
-    fit(tmp_path, precision="bf16-mixed").fit(ByHand(training_step, NotesAutocast), regression(4))
+    fit(tmp_path, precision="bf16-mixed").fit(Sums(training_step, NotesAutocast), regression(4))
     evaluation = [("forward", True), ("backward", False)]
     assert calls == [*evaluation, ("step", False), *evaluation, ("forward", True)]
 
