@@ -210,8 +210,8 @@ def test_averages_that_are_not_there_cannot_be_chosen(tmp_path: Path) -> None:  
     with pytest.raises(ConfigurationError, match="averaged=True"):
         quiet().test(Noisy(), everything(), averaged=True, verbose=False)
     wrong: Any = "ema"
-    with pytest.raises(ConfigurationError, match="averaged='ema'"):
-        quiet().validate(Noisy(), everything(), ckpt_path="last", averaged=wrong, verbose=False)
+    with pytest.raises(CheckpointError, match="averaged='ema'"):
+        quiet().validate(Noisy(), everything(), ckpt_path=path, averaged=wrong, verbose=False)
 
 
 def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

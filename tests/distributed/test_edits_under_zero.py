@@ -107,6 +107,11 @@ def test_weights_that_a_step_writes_are_those_of_the_step() -> None:  # S-09
     assert_trained(wanted, *cases)
 
 
+def test_weights_that_the_last_hook_writes_stay() -> None:  # S-09
+    cases: Any = [(partial(with_hooks, on_train_epoch_end=clamp), f"stage {stage}") for stage in (1, 2)]
+    assert all(float(found.abs().max()) < 0.2001 for found in results(*cases))
+
+
 def write_nothing(module: Any, *_: Any) -> None:
     module.net[0].weight.data.mul_(1.0)
 

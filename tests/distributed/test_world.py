@@ -197,7 +197,7 @@ def test_state_left_behind_is_an_error_and_removed() -> None:  # A-02, A-03
                 world.run(_leave, what, process_group=None)
             ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
             assert (names, initialized) == ([None], False), what
-            assert world.run(_defaults) == [(torch.float32, True, 1)], what
+            assert world.run(_defaults) == [(torch.float32, True, 2)], what  # one thread watches the parent
 
 
 def _meet() -> str:

@@ -64,6 +64,12 @@ def clip_gradients(
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), order)
     if algorithm == "value":
         for bucket in buckets:
+            if bucket[0].is_complex():
+                raise ConfigurationError(
+                    f"gradient_clip_algorithm='value' with a gradient of dtype {bucket[0].dtype}.",
+                    "complex numbers have no order, so torch cannot clip them by value.",
+                    "use 'norm'.",
+                )
             torch._foreach_clamp_min_(bucket, -float(max_norm))
             torch._foreach_clamp_max_(bucket, float(max_norm))
         for parameters in sharded.values():

@@ -149,7 +149,7 @@ class PyTorchProfiler(Profiler):
     def summary(self) -> str:
         """Return the longest operations and the paths of the traces."""
         lines = self._tables[-1:]
-        if not self._tables:
+        if self._steps and not self._tables:
             lines.append(
                 f"Nothing was traced: the loop ended after {self._steps} micro-batches, before the schedule starts to "
                 "record."

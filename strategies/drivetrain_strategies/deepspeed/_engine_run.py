@@ -275,14 +275,15 @@ class DeepSpeedRun:
     @torch.no_grad()
     def restore(self) -> None:
         """Turn the module back into a plain module, with whole parameters in the master weights' dtypes. Collective."""
-        if self._stage == 3 and self.state().sharded_nbytes() > self._gather_limit:
+        state = self.state()  # with what the last hooks wrote, at every stage
+        if self._stage == 3 and state.sharded_nbytes() > self._gather_limit:
             return
         lost_update = self._frozen.lost_update()
         if lost_update is not None:  # an update after the last forward
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
         # Copies go to the host until DeepSpeed's buffers are freed: a device may not have memory for both.
-        weights = {name: whole_of(one).cpu() for name, one in self._state.weights().items() if name in parameters}
+        weights = {name: whole_of(one).cpu() for name, one in state.weights().items() if name in parameters}
         self._release()
         self._has_weights = False
         for name, parameter in parameters.items():

@@ -86,17 +86,16 @@ def test_without_a_working_directory_what_needs_no_relative_folder_works(removed
 
 
 @pytest.mark.parametrize(
-    ("options", "path"),
+    "options",
     [
-        ({}, None),
-        ({"logger": "csv", "enable_checkpointing": False}, None),
-        ({"logger": False, "enable_checkpointing": False, "profiler": "simple"}, None),
-        ({"logger": False, "callbacks": Checkpoint}, None),
-        ({"logger": False, "enable_checkpointing": False}, "saved/last"),
+        {},
+        {"logger": "csv", "enable_checkpointing": False},
+        {"logger": False, "enable_checkpointing": False, "profiler": "simple"},
+        {"logger": False, "callbacks": Checkpoint},
     ],
 )
-def test_without_a_working_directory_a_relative_folder_is_refused(removed: None, options: Any, path: Any) -> None:
+def test_without_a_working_directory_a_relative_folder_is_refused(removed: None, options: Any) -> None:
     trainer = fit(**{**options, **({"callbacks": Checkpoint("saved")} if "callbacks" in options else {})})
     with pytest.raises(ConfigurationError, match="the working directory was removed"):
-        trainer.fit(Logs(), loader(6, 1), ckpt_path=path)
+        trainer.fit(Logs(), loader(6, 1))
     assert trainer.global_step == 0
