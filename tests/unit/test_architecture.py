@@ -158,7 +158,7 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and part != "__main__" for part in name.split("."))
 
 
-CODE_LINES = 36_450
+CODE_LINES = 33_350
 """The most lines of code that both packages may have: lines with a token that is neither a comment nor a docstring."""
 
 
