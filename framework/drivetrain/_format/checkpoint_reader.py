@@ -331,7 +331,7 @@ def load(path: str | os.PathLike[str]) -> CheckpointReader:
     if content is None:
         raise CheckpointError(
             f"{folder.path!r} is not a complete checkpoint: {MANIFEST} is missing, or not a regular file.",
-            "the manifest is written last, so without it the save did not finish.",
+            "a checkpoint is a folder whose manifest is written last, so without it the save did not finish.",
             "check the path, or use an earlier checkpoint; for files of another library, see "
             "drivetrain.checkpoint.convert.",
         )
