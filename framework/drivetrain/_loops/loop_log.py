@@ -22,6 +22,7 @@ class LoopLog:
         send: sends a dict of numbers to the loggers; None without loggers.
         write_progress: called with the number of micro-batches of the epoch, or of all evaluated loaders, done.
         every: optimizer steps, or micro-batches of an evaluation, between two flushes; 0 for no flush within an epoch.
+            Training's step values are then not sent at all.
     """
 
     metrics: MetricStore
@@ -60,7 +61,7 @@ class LoopLog:
         """Send the epoch's values, and the step values that were not sent yet."""
         if self.send is None:
             return
-        values = self.metrics.flush_steps() if self.every else {}
+        values = self.metrics.flush_steps() if self.every or self.metrics.stage != "train" else {}
         names = {entry.epoch_name for entry in self.metrics.entries.values() if entry.logger and entry.on_epoch}
         values.update({name: float(value) for name, value in results.items() if name in names})
         if values:

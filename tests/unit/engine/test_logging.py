@@ -246,7 +246,7 @@ WINDOWS = {
     ("options", "expected"),
     [
         pytest.param({"log_every_n_steps": 2, "max_epochs": 2}, TWO_EPOCHS, id="every second step"),
-        pytest.param({"log_every_n_steps": 0}, {5: {"epoch": 0, "it_epoch": 2, "val": 5}}, id="epochs only"),
+        pytest.param({"log_every_n_steps": 0}, {5: {"epoch": 0, "it_epoch": 2, "val": 5, "last": 5}}, id="epochs only"),
         pytest.param({"log_every_n_steps": 1, "accumulate_grad_batches": 2}, WINDOWS, id="by optimizer steps"),
     ],
 )
@@ -258,6 +258,8 @@ def test_which_rows_a_logger_gets(tmp_path: Path, options: Any, expected: dict[i
 
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("val", float(self.global_step))
+        if options["log_every_n_steps"] == 0:  # step values of an evaluation are sent at its end
+            self.log("last", float(self.global_step), on_step=True, on_epoch=False)
 
     logger = Kept()
     fit(tmp_path, logger=logger, **options).fit(Logging(train, evaluate), loader(10), loader(4))
